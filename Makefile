@@ -1,0 +1,41 @@
+# Every target sets up its own .venv first; nothing is installed outside it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+
+.PHONY: help demo test check test-all format lint clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small GPT on real text with four pipeline ranks
+	$(BIN)/python examples/train_gpt.py --ranks 4 --steps 30 --microbatches 8
+
+test: $(STAMP)  ## the tests, the long ones sampled; under five minutes
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(STAMP)  ## every test, every case
+	RRFP_HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test  ## the whole gate: format, lint, types, walls, tests
+
+format: $(STAMP)  ## let ruff rewrite what it can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info

@@ -1,0 +1,96 @@
+"""Readiness-first pipeline-parallel training for PyTorch.
+
+Names are loaded when first used: `import rrfp_async.arbiter` loads no torch. This is the one
+lazy place.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rrfp_async.config import Config
+    from rrfp_async.errors import (
+        BusError,
+        CodecError,
+        DataExhausted,
+        ProtocolError,
+        RrfpError,
+        StateError,
+        StepFailed,
+        TransferError,
+    )
+    from rrfp_async.gpu.delays import Delays
+    from rrfp_async.hints import Admissible, HintOrder, RankedHint
+    from rrfp_async.ids import Edge, TaskId, TaskKind
+    from rrfp_async.launch import run, run_local
+    from rrfp_async.runtime import Runtime, StepResult
+    from rrfp_async.tasks.batch import Microbatches
+    from rrfp_async.topology import Topology
+    from rrfp_async.world import World, local_world, with_delays
+
+_ROOM_OF = {
+    "Admissible": "hints",
+    "BusError": "errors",
+    "CodecError": "errors",
+    "Config": "config",
+    "DataExhausted": "errors",
+    "Delays": "gpu.delays",
+    "Edge": "ids",
+    "HintOrder": "hints",
+    "Microbatches": "tasks.batch",
+    "ProtocolError": "errors",
+    "RankedHint": "hints",
+    "RrfpError": "errors",
+    "Runtime": "runtime",
+    "StateError": "errors",
+    "StepFailed": "errors",
+    "StepResult": "runtime",
+    "TaskId": "ids",
+    "TaskKind": "ids",
+    "Topology": "topology",
+    "TransferError": "errors",
+    "World": "world",
+    "local_world": "world",
+    "run": "launch",
+    "run_local": "launch",
+    "with_delays": "world",
+}
+
+__all__ = [
+    "Admissible",
+    "BusError",
+    "CodecError",
+    "Config",
+    "DataExhausted",
+    "Delays",
+    "Edge",
+    "HintOrder",
+    "Microbatches",
+    "ProtocolError",
+    "RankedHint",
+    "RrfpError",
+    "Runtime",
+    "StateError",
+    "StepFailed",
+    "StepResult",
+    "TaskId",
+    "TaskKind",
+    "Topology",
+    "TransferError",
+    "World",
+    "local_world",
+    "run",
+    "run_local",
+    "with_delays",
+]
+
+
+def __getattr__(name: str) -> Any:
+    room = _ROOM_OF.get(name)
+    if room is None:
+        raise AttributeError(f"module 'rrfp_async' has no attribute {name!r}")
+    return getattr(import_module(f"rrfp_async.{room}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,90 @@
+"""The choice: the hint order's first task among those that are ready and admissible.
+
+Plain synchronous Python, events in and decisions out. It does not know how a task is run or
+where a readiness event came from. Every choice can be explained from its `Decision`.
+"""
+
+import enum
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rrfp_async.backpressure import Backpressure
+from rrfp_async.errors import ProtocolError
+from rrfp_async.hints import HintOrder
+from rrfp_async.ids import TaskId
+
+PASSED_OVER_MOST = 8
+"""How many passed-over tasks a decision lists at most."""
+
+
+class Reason(enum.Enum):
+    """Why a decision came out as it did."""
+
+    FIRST = "first in the hint order"
+    READY_FIRST = "higher-ranked tasks were not ready or not admissible"
+    BACKPRESSURE = "every ready task is a forward held back by the limit"
+    NOTHING_READY = "no task is ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the arbiter chose and why.
+
+    Attributes:
+        task: The task to run, or None if there is none that may be.
+        hint_position: The task's place in the hint order's list; None for orders without one.
+        ready: How many tasks were ready.
+        passed_over: The first of the higher-ranked tasks that were not ready or not admissible.
+        reason: The choice in a word.
+    """
+
+    task: TaskId | None
+    hint_position: int | None
+    ready: int
+    passed_over: tuple[TaskId, ...]
+    reason: Reason
+
+
+class Arbiter:
+    """Ranks one rank's ready tasks with a hint order, under backpressure."""
+
+    def __init__(self, hint: HintOrder, backpressure: Backpressure) -> None:
+        self._hint = hint
+        self._backpressure = backpressure
+        self._ready: set[TaskId] = set()
+
+    def begin_step(self, tasks: Sequence[TaskId]) -> None:
+        """Start a step whose tasks on this rank are `tasks`; none of them is ready yet."""
+        self._hint.begin_step(tasks)
+        self._ready.clear()
+
+    def add(self, tasks: Iterable[TaskId]) -> None:
+        """Note that `tasks` have become ready."""
+        for task in tasks:
+            self._ready.add(task)
+            self._hint.add(task)
+
+    def choose(self) -> Decision:
+        """The best ready and admissible task. Changes nothing, so it may be asked again."""
+        ready = len(self._ready)
+        if not ready:
+            return Decision(None, None, 0, (), Reason.NOTHING_READY)
+        task = self._hint.peek(self._backpressure.admissible())
+        passed_over = tuple(self._hint.ahead_of(task, PASSED_OVER_MOST))
+        if task is None:
+            return Decision(None, None, ready, passed_over, Reason.BACKPRESSURE)
+        reason = Reason.READY_FIRST if passed_over else Reason.FIRST
+        return Decision(task, self._hint.position(task), ready, passed_over, reason)
+
+    def commit(self, decision: Decision) -> None:
+        """Carry out a choice: the task is no longer ready, and a forward takes a place.
+
+        Raises:
+            ProtocolError: If the decision holds no task, or one that is not ready (any more).
+        """
+        task = decision.task
+        if task is None or task not in self._ready:
+            raise ProtocolError(f"decision {decision} cannot be committed: its task is not ready")
+        self._ready.remove(task)
+        self._hint.commit(task)
+        self._backpressure.decided(task)

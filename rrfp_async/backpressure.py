@@ -1,0 +1,80 @@
+"""How many forwards may be in flight on a rank, and which one is let in when room is short.
+
+Let D be the forwards decided on this rank whose gradient is not yet accumulated, C its model
+chunks, bound = limit for C = 1 and limit + C above, and u the lowest microbatch that still has a
+forward to run here. A forward of u is admissible while D < bound, any other while D < bound - C;
+everything else always is. The C places kept for u are what makes this free of deadlock: with
+them, the oldest microbatch can always reach the end of the pipeline and free its places again,
+whatever order the others came in. Without them a single stage with limit 1 that takes F1 first
+can never accumulate microbatch 0 in order.
+
+A forward-only step retains nothing: there a forward is admissible while fewer than the bound of
+this rank's sends are open.
+
+This file knows counts. It does not know which tasks are ready or what an activation weighs.
+"""
+
+from rrfp_async.hints import Admissible
+from rrfp_async.ids import TaskId, TaskKind
+
+_EVERY_FORWARD = Admissible(any_forward=True)
+_NO_FORWARD = Admissible(any_forward=False)
+
+
+class Backpressure:
+    """The admission rule of one rank. Tell it what happens, ask it what is admissible.
+
+    Attributes:
+        bound: D never exceeds this.
+        in_flight: D.
+        peak: The largest D of this step.
+        open_sends: Activations of this rank that no receiver has taken yet.
+    """
+
+    def __init__(self, limit: int, *, chunks: int = 1) -> None:
+        self._chunks = chunks
+        self.bound = limit if chunks == 1 else limit + chunks
+        self.begin_step(0, backward=True)
+
+    def begin_step(self, microbatches: int, *, backward: bool) -> None:
+        """Start counting a step; `backward` tells whether it retains activations."""
+        self._undecided = [self._chunks] * microbatches
+        self._oldest = 0
+        self._backward = backward
+        self.in_flight = 0
+        self.peak = 0
+        self.open_sends = 0
+
+    def admissible(self) -> Admissible:
+        """Which forwards may be dispatched now."""
+        if not self._backward:
+            return _EVERY_FORWARD if self.open_sends < self.bound else _NO_FORWARD
+        if self.in_flight < self.bound - self._chunks:
+            return _EVERY_FORWARD
+        if self.in_flight < self.bound:
+            return Admissible(any_forward=False, forward_microbatch=self._oldest)
+        return _NO_FORWARD
+
+    def decided(self, task: TaskId) -> None:
+        """Note that `task` was chosen: a forward takes a place."""
+        if task.kind is not TaskKind.F:
+            return
+        self._undecided[task.microbatch] -= 1
+        while self._oldest < len(self._undecided) and not self._undecided[self._oldest]:
+            self._oldest += 1
+        if self._backward:
+            self.in_flight += 1
+            self.peak = max(self.peak, self.in_flight)
+
+    def completed(self, task: TaskId) -> None:
+        """Note that `task` has run: an accumulated gradient frees the forward's place."""
+        if task.kind is TaskKind.B:
+            self.in_flight -= 1
+
+    def send_opened(self) -> None:
+        """Note that an activation is on its way out."""
+        self.open_sends += 1
+
+    def send_closed(self) -> None:
+        """Note that its receiver has it."""
+        self.open_sends -= 1

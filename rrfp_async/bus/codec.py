@@ -1,0 +1,217 @@
+"""Messages as bytes and back: a versioned msgpack list, checked field by field.
+
+No pickle, no maps, no extension types. Whatever does not decode to exactly one of the known
+messages with fields of the right types is a `CodecError`, and its bytes have had no effect.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgpack
+
+from rrfp_async.bus.messages import (
+    Envelope,
+    Failure,
+    Farewell,
+    Header,
+    Hello,
+    Message,
+    RankDone,
+    StepBegin,
+    StepEnd,
+)
+from rrfp_async.errors import CodecError
+from rrfp_async.ids import Edge, Link, TaskId, TensorSpec
+
+VERSION = 1
+"""Version of the wire format; frames of another are refused."""
+
+FRAME_MOST_BYTES = 1 << 20
+"""Frames above a mebibyte are refused, on both ends."""
+
+_TEXT_MOST = 16_384
+_LIST_MOST = 65_536
+
+
+def _refuse(what: str, value: object) -> CodecError:
+    return CodecError(f"{what} expected, got {repr(value)[:80]}")
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int:
+        raise _refuse("an int", value)
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise _refuse("an int of at least 0", value)
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _refuse("a bool", value)
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _refuse("a string", value)
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) is not float:
+        raise _refuse("a float", value)
+    return value
+
+
+def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else read(value)
+
+
+def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    def read_list(value: Any) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise _refuse("a list", value)
+        return tuple(read(item) for item in value)
+
+    return read_list
+
+
+def _pair(value: Any, read: Callable[[Any], Any]) -> tuple[Any, Any]:
+    if type(value) is not list or len(value) != 2:
+        raise _refuse("a pair", value)
+    return read(value[0]), read(value[1])
+
+
+def _setting(value: Any) -> tuple[str, str]:
+    return _pair(value, _text)
+
+
+def _edge(value: Any) -> Edge:
+    return Edge(*_pair(value, _count))
+
+
+def _link(value: Any) -> Link:
+    return Link(*_pair(value, _count))
+
+
+def _task(value: Any) -> TaskId:
+    try:
+        return TaskId.parse(_text(value))
+    except ValueError as error:
+        raise _refuse("a task", value) from error
+
+
+def _spec(value: Any) -> TensorSpec:
+    if type(value) is not list or len(value) != 3:
+        raise _refuse("a tensor spec", value)
+    return TensorSpec(_list_of(_count)(value[0]), _text(value[1]), _bool(value[2]))
+
+
+_SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyType(
+    {
+        Hello: {"settings": _list_of(_setting)},
+        StepBegin: {"step": _count, "training": _bool, "sizes": _list_of(_count)},
+        Header: {
+            "step": _count,
+            "link": _link,
+            "sequence": _count,
+            "edge": _edge,
+            "task": _task,
+            "specs": _list_of(_optional(_spec)),
+        },
+        RankDone: {"step": _count, "loss": _optional(_float)},
+        StepEnd: {"step": _count, "loss": _optional(_float)},
+        Failure: {
+            "step": _count,
+            "rank": _count,
+            "stage": _optional(_count),
+            "task": _optional(_text),
+            "microbatch": _optional(_count),
+            "cause": _text,
+        },
+        Farewell: {"steps": _count},
+    }
+)
+_NUMBER_OF: Mapping[type[Message], int] = MappingProxyType(
+    {kind: number for number, kind in enumerate(_SCHEMA)}
+)
+_KIND_OF: tuple[type[Message], ...] = tuple(_SCHEMA)
+
+
+def _plain(value: object) -> object:
+    """A message's value in msgpack's types."""
+    match value:
+        case TaskId():
+            return str(value)
+        case Edge() | Link():
+            return (value.source, value.target)
+        case TensorSpec():
+            return (value.shape, value.dtype, value.requires_grad)
+        case tuple():
+            return [_plain(item) for item in value]
+        case str():
+            return value[:_TEXT_MOST].encode(errors="replace").decode()  # no lone surrogates
+        case _:
+            return value
+
+
+def encode(envelope: Envelope) -> bytes:
+    """An envelope as one frame. Texts past 16,384 characters are cut.
+
+    Raises:
+        CodecError: If the frame would pass `FRAME_MOST_BYTES`.
+    """
+    message = envelope.message
+    fields = [_plain(getattr(message, name)) for name in _SCHEMA[type(message)]]
+    number = _NUMBER_OF[type(message)]
+    frame: bytes = msgpack.packb([VERSION, envelope.source, envelope.sequence, number, fields])
+    if len(frame) > FRAME_MOST_BYTES:
+        raise CodecError(
+            f"{type(message).__name__} takes {len(frame)} bytes, more than {FRAME_MOST_BYTES}: "
+            f"use fewer microbatches or tensors per message"
+        )
+    return frame
+
+
+def decode(frame: bytes) -> Envelope:
+    """The envelope that `frame` holds.
+
+    Raises:
+        CodecError: If it holds anything else.
+    """
+    if len(frame) > FRAME_MOST_BYTES:
+        raise CodecError(f"a frame of {len(frame)} bytes passes the limit of {FRAME_MOST_BYTES}")
+    try:
+        value = msgpack.unpackb(
+            frame,
+            strict_map_key=True,
+            max_str_len=4 * _TEXT_MOST,
+            max_array_len=_LIST_MOST,
+            max_bin_len=0,
+            max_map_len=0,
+            max_ext_len=0,
+        )
+    except (ValueError, msgpack.UnpackException) as error:
+        raise CodecError(f"a frame of {len(frame)} bytes is not msgpack: {error}") from error
+    return _read_envelope(value)
+
+
+def _read_envelope(value: Any) -> Envelope:
+    if type(value) is not list or len(value) != 5:
+        raise _refuse("a list of version, source, sequence, kind and fields", value)
+    version, source, sequence, number, fields = value
+    if version != VERSION:
+        raise CodecError(f"wire version {version!r} met version {VERSION}: run one release")
+    if not 0 <= _int(number) < len(_KIND_OF) or type(fields) is not list:
+        raise _refuse("a known message", value)
+    kind = _KIND_OF[number]
+    schema = _SCHEMA[kind]
+    if len(fields) != len(schema):
+        raise _refuse(f"{len(schema)} fields of {kind.__name__}", fields)
+    values = [read(field) for read, field in zip(schema.values(), fields, strict=True)]
+    return Envelope(_count(source), _count(sequence), kind(*values))

@@ -1,0 +1,93 @@
+"""What ranks say to one another: frozen values of ints, strings and short lists.
+
+A message carries its step, except `Hello`. How it becomes bytes is `codec`'s business, who reacts
+to it the dispatcher's.
+"""
+
+from dataclasses import dataclass
+
+from rrfp_async.ids import Edge, Link, TaskId, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """A rank is there, with these settings; to the first rank, before its first step."""
+
+    settings: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegin:
+    """The first rank announces a step: its mode and the samples of each microbatch."""
+
+    step: int
+    training: bool
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A tensor group is ready to be sent.
+
+    Attributes:
+        step: The step it belongs to.
+        link: From rank, to rank.
+        sequence: Its number on that link, from 0, over all steps.
+        edge: The stage edge; activations run along it, gradients against it.
+        task: The task that made it: a forward's result is an activation, else a gradient.
+        specs: One spec per tensor; None where a gradient does not exist.
+    """
+
+    step: int
+    link: Link
+    sequence: int
+    edge: Edge
+    task: TaskId
+    specs: tuple[TensorSpec | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankDone:
+    """A rank has run all its tasks; the last stage's rank adds the loss."""
+
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnd:
+    """Every rank has run all its tasks: the step counts, and this is its loss."""
+
+    step: int
+    loss: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A step failed on a rank; everyone ends it with this cause. See `errors.StepFailed`."""
+
+    step: int
+    rank: int
+    stage: int | None
+    task: str | None
+    microbatch: int | None
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Farewell:
+    """A rank closed its Runtime; `steps` is how many it finished."""
+
+    steps: int
+
+
+Message = Hello | StepBegin | Header | RankDone | StepEnd | Failure | Farewell
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A message with its sender and its number among that sender's messages to this rank."""
+
+    source: int
+    sequence: int
+    message: Message

@@ -1,0 +1,326 @@
+"""The loop of one rank: events come in, the arbiter chooses, tasks run, headers and tensors go out.
+
+The only reader of the bus. Everything of a step lives in the TaskGroups of `run_step`: a reader
+that turns messages into events, one task per open transfer, and the dispatch loop itself, which
+runs one compute task at a time and never waits for a transfer. It does not know how a batch is
+split, what a module computes, or when the optimizer steps.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from rrfp_async.arbiter import Arbiter, Decision
+from rrfp_async.backpressure import Backpressure
+from rrfp_async.bus.messages import Header, Message
+from rrfp_async.config import Config
+from rrfp_async.errors import ProtocolError, StepFailed
+from rrfp_async.gpu.device import adopt_num_threads
+from rrfp_async.hints import make_hint
+from rrfp_async.ids import Link, TaskId, TaskKind
+from rrfp_async.ready_set import ReadySet
+from rrfp_async.session import Session
+from rrfp_async.tasks.batch import Arguments, Batch
+from rrfp_async.tasks.kinds import KINDS, TaskContext
+from rrfp_async.tasks.stage import Outgoing, Stage, StageInputs
+from rrfp_async.trace.records import DispatchRecord
+from rrfp_async.trace.writer import Trace
+from rrfp_async.world import Wires, World
+
+_HELD_MOST = 65_536
+
+
+@dataclass(frozen=True, slots=True)
+class StepRequest:
+    """What the Runtime asks for: a step's mode and this rank's part of the batch."""
+
+    training: bool
+    zero_gradients: bool
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What a step came to on this rank. Times in seconds; see `runtime.StepResult`."""
+
+    loss: float | None
+    losses: list[float]
+    outputs: list[Any]
+    compute_s: float
+    blocking_s: float
+    coordination_s: float
+    peak_in_flight: int
+
+
+@dataclass(slots=True)
+class _Times:
+    compute_s: float = 0.0
+    blocking_s: float = 0.0
+    coordination_s: float = 0.0
+
+
+class Dispatcher:
+    """Runs the steps of one rank, one at a time."""
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        wires: Wires,
+        config: Config,
+        stages: Mapping[int, Stage],
+        trace: Trace,
+        session: Session,
+    ) -> None:
+        topology = world.topology
+        self._world = world
+        self._wires = wires
+        self._keep_outputs = config.return_outputs
+        self._stages = stages
+        self._trace = trace
+        self._session = session
+        self._context = TaskContext(stages, world.device, wires.transfer.export)
+        self._ready_set = ReadySet(topology, world.rank, deterministic=config.deterministic)
+        self._backpressure = Backpressure(config.limit, chunks=topology.chunks)
+        self._arbiter = Arbiter(make_hint(config.hint), self._backpressure)
+        self._sequences: Counter[Link] = Counter()
+        self._held: deque[tuple[int, Message]] = deque()
+        self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
+        self._wake = asyncio.Event()
+        self._times = _Times()
+
+    async def run_step(self, request: StepRequest) -> StepReport:
+        """Run one step together with every other rank.
+
+        Raises:
+            ValueError: If this rank's batch does not fit the step.
+            StepFailed: If anything else ends the step, here or elsewhere.
+        """
+        self._times = _Times()
+        self._session.open_step(training=request.training)
+        try:
+            async with asyncio.TaskGroup() as group:
+                reader = group.create_task(self._read())
+                report = await self._run(request)
+                reader.cancel()
+                return report
+        except BaseExceptionGroup as errors:
+            failure = _first_of(errors)
+        finally:
+            self._transfers = None
+            self._end_stages()
+        self._ready_set.reset()
+        if isinstance(failure, StepFailed | ValueError):
+            raise failure
+        raise self._session.failed(failure) from failure
+
+    # -- the course of a step ------------------------------------------------------------------
+
+    async def _run(self, request: StepRequest) -> StepReport:
+        clock, times = self._world.clock, self._times
+        begun = clock()
+        arguments = self._split_inputs(request.batch)
+        sizes = await self._session.begin(request.batch.sizes(arguments) if arguments else None)
+        await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
+        times.coordination_s += clock() - begun
+        async with asyncio.TaskGroup() as self._transfers:
+            self._begin(request, arguments, sizes)
+            await self._dispatch_all()
+            drained = clock()
+        losses = await self._losses()
+        loss = await self._session.end(_weighted(losses, sizes))
+        times.blocking_s += clock() - drained
+        outputs = [output for stage in self._stages.values() for output in stage.outputs()]
+        spent = (times.compute_s, times.blocking_s, times.coordination_s)
+        return StepReport(loss, losses, outputs, *spent, self._backpressure.peak)
+
+    def _split_inputs(self, batch: Batch) -> list[Arguments]:
+        takes_inputs = any(stage.is_source for stage in self._stages.values())
+        return batch.split_inputs() if takes_inputs else []
+
+    def _begin(
+        self, request: StepRequest, arguments: list[Arguments], sizes: tuple[int, ...]
+    ) -> None:
+        """Set up the step's tasks, then act on the headers that came before them."""
+        if arguments and len(arguments) != len(sizes):
+            raise ValueError(
+                f"rank {self._world.rank} was given {len(arguments)} microbatches, rank 0 "
+                f"{len(sizes)}: give as many on every rank that takes inputs"
+            )
+        for stage in self._stages.values():
+            stage.begin_step(self._stage_inputs(stage, request, arguments, sizes))
+        tasks = self._ready_set.begin_step(len(sizes), backward=request.training)
+        self._backpressure.begin_step(len(sizes), backward=request.training)
+        self._arbiter.begin_step(tasks)
+        self._arbiter.add(self._ready_set.ready_now())
+        held, self._held = self._held, deque()
+        for source, message in held:
+            self._handle(source, message)
+
+    def _stage_inputs(
+        self,
+        stage: Stage,
+        request: StepRequest,
+        arguments: list[Arguments],
+        sizes: tuple[int, ...],
+    ) -> StageInputs:
+        has_target = stage.is_last and request.batch.target is not None
+        return StageInputs(
+            training=request.training,
+            zero_gradients=request.zero_gradients,
+            sizes=sizes,
+            arguments=arguments if stage.is_source else [],
+            targets=request.batch.split_target(sizes) if has_target else [],
+            keep_outputs=self._keep_outputs or not request.training,
+        )
+
+    async def _dispatch_all(self) -> None:
+        """Run this rank's tasks, each as soon as the arbiter lets it."""
+        clock = self._world.clock
+        idle_since = clock()
+        while self._ready_set.remaining:
+            decision = self._arbiter.choose()
+            if decision.task is None:
+                await self._wait_for_an_event()
+                continue
+            self._arbiter.commit(decision)
+            self._record(decision, clock() - idle_since)
+            await self._perform(decision.task)
+            idle_since = clock()
+
+    async def _wait_for_an_event(self) -> None:
+        clock = self._world.clock
+        since = clock()
+        self._wake.clear()
+        await self._wake.wait()
+        self._times.blocking_s += clock() - since
+
+    def _record(self, decision: Decision, waited_s: float) -> None:
+        record = DispatchRecord(self._session.steps_done, self._world.rank, decision, waited_s)
+        self._trace.dispatch(record)
+
+    async def _perform(self, task: TaskId) -> None:
+        try:
+            outcome = await KINDS[task.kind](self._context, task)
+        except Exception as error:
+            raise self._session.failed(error, task) from error
+        self._times.compute_s += outcome.finished_s - outcome.started_s
+        for outgoing in outcome.outgoing:
+            self._depart(task, outgoing)
+        self._backpressure.completed(task)
+        self._arbiter.add(self._ready_set.completed(task))
+
+    async def _losses(self) -> list[float]:
+        """The last stage's losses, read where their tensors are; nothing on other ranks."""
+        for stage in self._stages.values():
+            if stage.is_last:
+                return (await self._world.device.run(stage.losses)).value
+        return []
+
+    def _end_stages(self) -> None:
+        for stage in self._stages.values():
+            stage.end_step()
+
+    # -- tensors out and in --------------------------------------------------------------------
+
+    def _depart(self, task: TaskId, outgoing: Outgoing) -> None:
+        """Send the header, then start the transfer: the receiver posts once it has the header."""
+        topology = self._world.topology
+        forward = task.kind is TaskKind.F
+        route = topology.activation_link if forward else topology.gradient_link
+        link = route(outgoing.edge)
+        number, sequence = self._session.steps_done, self._sequences[link]
+        self._sequences[link] += 1
+        header = Header(number, link, sequence, outgoing.edge, task, outgoing.specs)
+        self._wires.bus.send_nowait(link.target, header)
+        if outgoing.tensors:
+            if forward:
+                self._backpressure.send_opened()
+            self._transfer_group().create_task(self._send(header, outgoing))
+
+    async def _send(self, header: Header, outgoing: Outgoing) -> None:
+        await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
+        if header.task.kind is TaskKind.F:
+            self._backpressure.send_closed()
+            self._wake.set()
+
+    async def _receive(self, header: Header) -> None:
+        specs = [spec for spec in header.specs if spec is not None]
+        tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
+        self._deliver(header, tensors)
+
+    def _deliver(self, header: Header, tensors: list[torch.Tensor]) -> None:
+        edge, microbatch = header.edge, header.task.microbatch
+        if header.task.kind is TaskKind.F:
+            wanted = [spec is not None and spec.requires_grad for spec in header.specs]
+            self._stages[edge.target].deliver_activation(edge, microbatch, tensors, wanted)
+            ready = self._ready_set.activation_arrived(edge, microbatch)
+        else:
+            present = iter(tensors)
+            gradients = [None if spec is None else next(present) for spec in header.specs]
+            self._stages[edge.source].deliver_gradient(edge, microbatch, gradients)
+            ready = self._ready_set.gradient_arrived(edge, microbatch)
+        self._arbiter.add(ready)
+        self._wake.set()
+
+    def _transfer_group(self) -> asyncio.TaskGroup:
+        if self._transfers is None:
+            raise ProtocolError("a transfer was to start outside a step")
+        return self._transfers
+
+    # -- messages ------------------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        held, self._held = self._held, deque()
+        for source, message in held:
+            self._handle(source, message)
+        while True:
+            source, message = await self._wires.bus.next_message()
+            self._handle(source, message)
+
+    def _handle(self, source: int, message: Message) -> None:
+        """Act on a message now, or hold it until its step and its tasks are there."""
+        is_header = isinstance(message, Header)
+        if self._session.is_early(message) or (is_header and self._transfers is None):
+            self._hold(source, message)
+        elif isinstance(message, Header):
+            self._on_header(source, message)
+        else:
+            self._session.handle(source, message)
+
+    def _hold(self, source: int, message: Message) -> None:
+        if len(self._held) >= _HELD_MOST:
+            raise ProtocolError(f"{_HELD_MOST} early messages wait; the last from rank {source}")
+        self._held.append((source, message))
+
+    def _on_header(self, source: int, header: Header) -> None:
+        edge, microbatch = header.edge, header.task.microbatch
+        if header.task.kind is TaskKind.F:
+            expected = self._ready_set.expects_activation(edge, microbatch)
+        else:
+            expected = self._ready_set.expects_gradient(edge, microbatch)
+        if not expected or header.link != Link(source, self._world.rank):
+            raise ProtocolError(f"{header} from rank {source} has no place here")
+        if any(spec is not None for spec in header.specs):
+            self._transfer_group().create_task(self._receive(header))
+        else:
+            self._deliver(header, [])
+
+
+def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that came first: groups keep the order in which their tasks failed."""
+    first = errors.exceptions[0]
+    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def _weighted(losses: list[float], sizes: tuple[int, ...]) -> float | None:
+    """The batch's loss: each microbatch's, weighted by its share of the samples, in order."""
+    if not losses:
+        return None
+    total = sum(sizes)
+    return sum((loss * (size / total) for loss, size in zip(losses, sizes, strict=True)), start=0.0)

@@ -1,0 +1,1 @@
+"""Devices and tensor transfers. Knows links, numbers and specs; never a message or a schedule."""

@@ -1,0 +1,62 @@
+"""Tensor transfers as awaitables. Twins: `loopback` (one process); process groups come with them.
+
+Sends are rendezvous: they end when the receiver has the tensors. The receiver is told first, by a
+header on the bus, what comes; a transfer knows only links, numbers and specs.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rrfp_async.ids import Link, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStatistics:
+    """Sends and receives that have begun and not ended, and all that ended, of one rank."""
+
+    open_sends: int
+    open_receives: int
+    completed: int
+
+
+class Transfer(ABC):
+    """One rank's end of its links."""
+
+    @abstractmethod
+    def export(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor to hand to `send`: detached, contiguous, any shape and dtype.
+
+        Called on the compute thread, in the task that made the tensor, once per receiver.
+        """
+
+    @abstractmethod
+    async def send(self, link: Link, sequence: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Send `tensors` as number `sequence` on `link`; returns once the receiver has them.
+
+        Cancelling leaves the receiver without them: it is for failed steps only.
+        """
+
+    @abstractmethod
+    async def receive(
+        self, link: Link, sequence: int, specs: Sequence[TensorSpec]
+    ) -> list[torch.Tensor]:
+        """The tensors of number `sequence` on `link`, one per spec, of that shape and dtype.
+
+        They start on a 64-byte boundary of memory that torch allocated, and no one else has them.
+
+        Raises:
+            TransferError: If what came differs from `specs`.
+        """
+
+    @abstractmethod
+    def statistics(self) -> TransferStatistics:
+        """A snapshot of the counters."""
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """What a header says of `tensor`."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorSpec(tuple(tensor.shape), dtype, tensor.requires_grad)

@@ -1,0 +1,93 @@
+"""The names things go by: task kinds, tasks, edges, links, and the shape of one tensor.
+
+Pure values, torch-free, shared by every room. Nothing here knows what is done with them.
+"""
+
+import enum
+import re
+from dataclasses import dataclass
+
+_TASK = re.compile(r"(\d+)([FBIWR])(\d+)")
+
+
+class TaskKind(enum.Enum):
+    """What a task does to a microbatch on a stage."""
+
+    F = "F"  # forward
+    B = "B"  # full backward
+    I = "I"  # backward for the input gradient only  # noqa: E741 - the field's letter
+    W = "W"  # backward for the weight gradient only
+    R = "R"  # gradient reduction over copies of a stage
+
+    __hash__ = object.__hash__  # members are singletons; the inherited hash runs Python code
+
+
+@dataclass(frozen=True, slots=True)
+class TaskId:
+    """One task; its repr is a word: `2F5` is stage 2, forward, microbatch 5."""
+
+    stage: int
+    kind: TaskKind
+    microbatch: int
+
+    def __repr__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.microbatch}"
+
+    __str__ = __repr__
+
+    @classmethod
+    def parse(cls, word: str) -> "TaskId":
+        """Read the word that `repr` writes.
+
+        Raises:
+            ValueError: If `word` is not a stage, one of the letters F B I W R, and a microbatch.
+        """
+        match = _TASK.fullmatch(word)
+        if match is None:
+            raise ValueError(
+                f"task {word!r} is no task: write stage, kind (F, B, I, W or R) and microbatch, "
+                f"such as '2F5'"
+            )
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), TaskKind(kind), int(microbatch))
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A data dependency between stages; activations run along it, gradients against it."""
+
+    source: int
+    target: int
+
+    def __repr__(self) -> str:
+        return f"{self.source}->{self.target}"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A directed connection between ranks; tensors on it are received in the order sent."""
+
+    source: int
+    target: int
+
+    def __repr__(self) -> str:
+        return f"{self.source}=>{self.target}"
+
+    __str__ = __repr__
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a receiver must know of a tensor before it comes.
+
+    Attributes:
+        shape: The tensor's sizes.
+        dtype: torch's name of the element type without the prefix, such as `"float32"`.
+        requires_grad: Whether the sender wants a gradient back for it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False

@@ -1,0 +1,70 @@
+"""Ways to start: an event loop for a program, and every rank of one process at once.
+
+Knows worlds and coroutines, nothing of steps.
+"""
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+from rrfp_async.topology import Topology
+from rrfp_async.world import World, local_world
+
+T = TypeVar("T")
+
+SWITCH_INTERVAL_S = 0.0005
+"""The interpreter's thread switch interval under `run`, in seconds. See docs/design.md."""
+
+
+def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """Run `main`, a coroutine or a function that returns one, on a new uvloop; return its result.
+
+    For the duration the interpreter's switch interval is `SWITCH_INTERVAL_S`: at its usual 5 ms a
+    compute thread that is busy in Python keeps the loop waiting that long for every wake-up.
+    Inside a loop that runs already (a notebook), await your coroutine instead.
+    """
+    coroutine = main() if callable(main) else main
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(coroutine)
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def run_local(
+    n: int, main: Callable[[World], Awaitable[T]], *, topology: Topology | None = None
+) -> list[T]:
+    """Run `main(world)` for every rank of a local world of `n` ranks at once.
+
+    Returns:
+        What `main` returned, by rank.
+
+    Raises:
+        The first rank's error, itself; every other rank is cancelled.
+    """
+    failure: BaseException | None = None
+    tasks: list[asyncio.Task[T]] = []
+    async with local_world(n, topology) as worlds:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_call(main, world)) for world in worlds]
+        except BaseExceptionGroup as errors:
+            failure = errors.exceptions[0]
+    if failure is not None:
+        raise failure
+    return [task.result() for task in tasks]
+
+
+async def _call(main: Callable[[World], Awaitable[T]], world: World) -> T:
+    return await main(world)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop  # noqa: PLC0415 - does not exist on Windows
+
+    return uvloop.new_event_loop

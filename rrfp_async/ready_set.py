@@ -1,0 +1,157 @@
+"""From arrivals and completions to ready tasks: what a rank's tasks still wait for.
+
+Every task has a set of needs, each of which is met exactly once; a task whose last need is met is
+ready. What the needs carry (tensors) and which ready task runs next are not known here.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rrfp_async.errors import ProtocolError
+from rrfp_async.ids import Edge, TaskId, TaskKind
+from rrfp_async.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The need for what an edge brings forward for a microbatch."""
+
+    edge: Edge
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """The need for what an edge brings back for a microbatch, be it "no gradient"."""
+
+    edge: Edge
+    microbatch: int
+
+
+Need = Activation | Gradient | TaskId
+"""What a task can wait for: an arrival, or a task of the same rank."""
+
+
+class ReadySet:
+    """Tracks the needs of one rank's tasks through one step after another.
+
+    F needs every in-edge's activation. B needs the local F and every out-edge's gradient. With
+    `deterministic`, B of a microbatch also needs the stage's B of the one before: gradients are
+    then accumulated in microbatch order whatever the dispatch order was, and since this gates
+    readiness, not choice, nothing ever waits with a task in hand.
+    """
+
+    def __init__(self, topology: Topology, rank: int, *, deterministic: bool) -> None:
+        self._topology = topology
+        self._stages = topology.stages_of(rank)
+        self._deterministic = deterministic
+        self._missing: dict[TaskId, set[Need]] = {}
+        self._waiting: dict[Need, list[TaskId]] = {}
+
+    def begin_step(self, microbatches: int, *, backward: bool) -> tuple[TaskId, ...]:
+        """Set up a step of `microbatches` forwards, and as many backwards if `backward`.
+
+        Returns:
+            Every task of the step on this rank. The ones with no needs are ready: ask `ready_now`.
+
+        Raises:
+            ProtocolError: If tasks of the last step have not completed.
+        """
+        if self._missing:
+            raise ProtocolError(f"a step began while {self.summary()}")
+        for stage in self._stages:
+            for microbatch in range(microbatches):
+                self._missing.update(self._needs_of(stage, microbatch, backward=backward))
+        self._waiting = self._invert()
+        return tuple(self._missing)
+
+    def ready_now(self) -> list[TaskId]:
+        """Tasks without a missing need that have not completed."""
+        return [task for task, missing in self._missing.items() if not missing]
+
+    def activation_arrived(self, edge: Edge, microbatch: int) -> list[TaskId]:
+        """Note what came along `edge`; returns the tasks that this made ready.
+
+        Raises:
+            ProtocolError: If it came before, or no task of the step is waiting for it.
+        """
+        return self._meet(Activation(edge, microbatch))
+
+    def gradient_arrived(self, edge: Edge, microbatch: int) -> list[TaskId]:
+        """Note what came back against `edge`; as `activation_arrived`."""
+        return self._meet(Gradient(edge, microbatch))
+
+    def completed(self, task: TaskId) -> list[TaskId]:
+        """Note that `task` has run; returns the tasks that this made ready.
+
+        Raises:
+            ProtocolError: If it was not ready, or completed before.
+        """
+        missing = self._missing.get(task)
+        if missing is None or missing:
+            waits = "unknown or completed before" if missing is None else f"waiting for {missing}"
+            raise ProtocolError(f"task {task} completed, but it was {waits}")
+        del self._missing[task]
+        return self._meet(task) if task in self._waiting else []
+
+    def expects_activation(self, edge: Edge, microbatch: int) -> bool:
+        """Whether a task of this step still waits for that activation."""
+        return Activation(edge, microbatch) in self._waiting
+
+    def expects_gradient(self, edge: Edge, microbatch: int) -> bool:
+        """Whether a task of this step still waits for that gradient."""
+        return Gradient(edge, microbatch) in self._waiting
+
+    @property
+    def remaining(self) -> int:
+        """The number of the step's tasks that have not completed."""
+        return len(self._missing)
+
+    def missing(self, task: TaskId) -> frozenset[Need]:
+        """What `task` still waits for."""
+        return frozenset(self._missing.get(task, ()))
+
+    def summary(self, most: int = 8) -> str:
+        """A line for people: what is left and what it waits for."""
+        left = [
+            f"{task} waits for {', '.join(sorted(map(str, missing))) or 'its turn'}"
+            for task, missing in list(self._missing.items())[:most]
+        ]
+        return f"{self.remaining} tasks have not completed: " + "; ".join(left)
+
+    def reset(self) -> None:
+        """Forget a step that failed."""
+        self._missing.clear()
+        self._waiting.clear()
+
+    def _needs_of(
+        self, stage: int, microbatch: int, *, backward: bool
+    ) -> Iterable[tuple[TaskId, set[Need]]]:
+        forward = TaskId(stage, TaskKind.F, microbatch)
+        yield forward, {Activation(e, microbatch) for e in self._topology.in_edges(stage)}
+        if backward:
+            needs: set[Need] = {Gradient(e, microbatch) for e in self._topology.out_edges(stage)}
+            needs.add(forward)
+            if self._deterministic and microbatch > 0:
+                needs.add(TaskId(stage, TaskKind.B, microbatch - 1))
+            yield TaskId(stage, TaskKind.B, microbatch), needs
+
+    def _invert(self) -> dict[Need, list[TaskId]]:
+        waiting: defaultdict[Need, list[TaskId]] = defaultdict(list)
+        for task, needs in self._missing.items():
+            for need in needs:
+                waiting[need].append(task)
+        return dict(waiting)
+
+    def _meet(self, need: Need) -> list[TaskId]:
+        tasks = self._waiting.pop(need, None)
+        if tasks is None:
+            raise ProtocolError(f"{need} came twice or belongs to no task of this step")
+        ready = []
+        for task in tasks:
+            missing = self._missing[task]
+            missing.remove(need)
+            if not missing:
+                ready.append(task)
+        return ready

@@ -1,0 +1,386 @@
+"""What a user holds: one rank's Runtime, built from its stages, that runs steps with its peers.
+
+Checks arguments before anything starts, turns a batch into a request for the dispatcher, and
+steps the optimizer. It does not know in which order tasks run or how anything travels.
+"""
+
+import asyncio
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib.metadata import version
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from rrfp_async.config import Config
+from rrfp_async.dispatcher import Dispatcher, StepReport, StepRequest
+from rrfp_async.errors import DataExhausted, StateError
+from rrfp_async.session import Session
+from rrfp_async.tasks.batch import Batch
+from rrfp_async.tasks.stage import LossFn, Stage
+from rrfp_async.trace.writer import open_trace
+from rrfp_async.world import World
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+RESERVED = ("target", "update")
+"""Keywords of `train_step` that a model's forward cannot have."""
+
+_NO_MORE = object()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step came to, seen from one rank.
+
+    Attributes:
+        loss: The batch's loss, the sample-weighted mean of `losses`; the same float on every
+            rank. None after an evaluation without a target.
+        losses: The loss of each microbatch, on the rank of the last stage; else empty.
+        outputs: The last stage's output for each microbatch, detached, on its device, on the rank
+            of the last stage; else empty.
+        step_s: Seconds that the step took on this rank. The next four sum to it.
+        compute_s: Tasks held the device.
+        blocking_s: The device was idle because no task was ready and admissible, or because this
+            rank was done and others were not.
+        coordination_s: Spent on agreeing with the other ranks what the step is.
+        other_s: The rest: dispatching, hand-offs between threads, splitting, the optimizer.
+        peak_in_flight: Most forwards at once whose gradient was not yet accumulated.
+    """
+
+    loss: float | None
+    losses: list[float]
+    outputs: list[Any]
+    step_s: float
+    compute_s: float
+    blocking_s: float
+    coordination_s: float
+    other_s: float
+    peak_in_flight: int
+
+
+class Runtime:
+    """One rank of a pipeline. Build one on every rank, in the same order, with the same config.
+
+    Use it as an async context manager; all calls belong to one task of the event loop.
+
+    Args:
+        stages: This rank's stage module, or a list of its stage modules, lowest stage first.
+        world: This rank's world, from `local_world`.
+        config: The settings, equal on every rank.
+        loss_fn: `loss_fn(output, target)` -> scalar tensor, the mean over the microbatch's
+            samples. Needed for training on the rank of the last stage; ignored elsewhere.
+        optimizer: An optimizer over parameters of this rank's stages, or a function that makes
+            one from their list. Without it, gradients are left for the caller.
+        data: An iterator of (inputs, target) for `train_step()` without arguments, on the ranks
+            that consume them. Inputs are a tensor, a tuple of positional arguments or a dict of
+            keyword arguments.
+
+    Raises:
+        ValueError: If an argument does not fit the rank or the topology.
+
+    Attributes:
+        optimizer: The optimizer, or None; learning-rate schedulers need it.
+    """
+
+    def __init__(
+        self,
+        stages: torch.nn.Module | Sequence[torch.nn.Module],
+        *,
+        world: World,
+        config: Config,
+        loss_fn: LossFn | None = None,
+        optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+        data: Iterable[tuple[Any, Any]] | None = None,
+    ) -> None:
+        self._world = world
+        self._config = config
+        self._stages = _build_stages(stages, world, loss_fn)
+        self._takes_inputs = any(stage.is_source for stage in self._stages.values())
+        self._needs_target = any(stage.is_last for stage in self._stages.values())
+        self._loss_fn = loss_fn
+        self.optimizer = _build_optimizer(optimizer, self.parameters(), world.rank)
+        self._data: Iterator[tuple[Any, Any]] | None = None if data is None else iter(data)
+        self._resources = AsyncExitStack()
+        self._dispatcher: Dispatcher | None = None
+        self._session: Session | None = None
+        self._busy = False
+        self._closed = False
+        self._failure: BaseException | None = None
+        self._gradients_used = True
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters of this rank's stages, each once, in order."""
+        modules = [stage.module for stage in self._stages.values()]
+        return list({id(p): p for module in modules for p in module.parameters()}.values())
+
+    async def __aenter__(self) -> Self:
+        """Open the connections and the trace. Does not wait for other ranks."""
+        if self._closed or self._dispatcher is not None:
+            raise StateError("this Runtime was opened before: build a new one")
+        wires = await self._resources.enter_async_context(self._world.connect())
+        trace = self._resources.enter_context(open_trace(self._config.trace_dir, self._world.rank))
+        self._session = Session(
+            bus=wires.bus,
+            rank=self._world.rank,
+            topology=self._world.topology,
+            settings=_settings(self._config, self._world),
+        )
+        self._resources.callback(self._session.say_farewell)
+        self._dispatcher = Dispatcher(
+            world=self._world,
+            wires=wires,
+            config=self._config,
+            stages=self._stages,
+            trace=trace,
+            session=self._session,
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Tell the other ranks, close the connections and the trace. Twice is harmless."""
+        self._closed = True
+        await self._resources.aclose()
+
+    async def train_step(
+        self, *args: Any, target: Any = None, update: bool = True, **kwargs: Any
+    ) -> StepResult:
+        """Run one training step together with every other rank.
+
+        Every rank calls it; each uses what concerns it: inputs where a stage takes them, the
+        target where the loss is. What other ranks are given is ignored. Without any argument the
+        next batch is taken from `data=`.
+
+        Args:
+            *args: Inputs of the first stage's module: tensors `(batch, ...)`, split along
+                dimension 0 into `config.microbatches` parts; plain values; or `Microbatches`.
+            target: Second argument of `loss_fn`: a tensor `(batch, ...)` or `Microbatches`.
+            update: Whether the step ends in `optimizer.step()`. Without the update, the next
+                step adds its gradients to this step's.
+            **kwargs: As `args`, by keyword.
+
+        Raises:
+            ValueError: If what was given does not fit; the other ranks' step fails.
+            StateError: If the Runtime is closed, failed, or busy with another step.
+            StepFailed: If the step ended early, on whichever rank.
+
+        Cancelling ends the step on every rank; the Runtime then takes no further steps.
+        """
+        return await self._guarded(self._train(args, kwargs, target, update))
+
+    async def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Run forwards only, in eval mode and without gradients; otherwise as `train_step`.
+
+        The target may be absent: then there is no loss. Parameters, their gradients and the
+        modules' training modes are as before.
+        """
+        if "update" in kwargs:
+            error = ValueError("update= is reserved for train_step: an evaluation never updates")
+            return await self._guarded(_raiser(error))
+        return await self._guarded(self._evaluate(args, kwargs, target))
+
+    async def _train(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, update: bool
+    ) -> StepResult:
+        if not args and not kwargs and target is None and self._data is not None:
+            args, kwargs, target = await self._next_batch(self._data)
+        if self._needs_target and self._loss_fn is None:
+            raise ValueError(
+                f"rank {self._world.rank} owns the last stage and has no loss_fn: "
+                f"give Runtime(..., loss_fn=...)"
+            )
+        if self._needs_target and target is None:
+            raise ValueError(
+                f"train_step on rank {self._world.rank}, which owns the last stage, got no "
+                f"target: pass target= or build the Runtime with data="
+            )
+        begun = self._world.clock()
+        report = await self._run(args, kwargs, target, training=True)
+        self._gradients_used = update
+        if update and self.optimizer is not None:
+            await self._world.device.run(self.optimizer.step)
+        return _result(report, self._world.clock() - begun)
+
+    async def _evaluate(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> StepResult:
+        begun = self._world.clock()
+        report = await self._run(args, kwargs, target, training=False)
+        return _result(report, self._world.clock() - begun)
+
+    async def _run(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool
+    ) -> StepReport:
+        batch = Batch(args, kwargs, target, self._config.microbatches)
+        if self._takes_inputs and not batch.has_inputs:
+            raise ValueError(
+                f"rank {self._world.rank} owns a stage that takes inputs and got none: pass the "
+                f"inputs to the step or build the Runtime with data="
+            )
+        request = StepRequest(training, self._gradients_used, batch)
+        return await self._open().run_step(request)
+
+    async def _next_batch(
+        self, data: Iterator[tuple[Any, Any]]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """The next of `data=`, fetched on a thread: loading may block."""
+        item = await asyncio.to_thread(next, data, _NO_MORE)
+        if item is _NO_MORE:
+            raise DataExhausted(
+                f"data= of rank {self._world.rank} has no further batch: end the loop earlier or "
+                f"give an iterator that repeats"
+            )
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise ValueError(
+                f"data= gave a {type(item).__name__}, not a pair: yield (inputs, target)"
+            )
+        inputs, target = item
+        if isinstance(inputs, Mapping):
+            return (), dict(inputs), target
+        return inputs if isinstance(inputs, tuple) else (inputs,), {}, target
+
+    async def _guarded(self, step: Any) -> StepResult:
+        """Run a step if the Runtime's state allows it; tell every rank if it fails."""
+        try:
+            self._check_state()
+        except StateError:
+            step.close()
+            raise
+        self._busy = True
+        try:
+            result: StepResult = await step
+            return result
+        except BaseException as error:
+            self._failure = error
+            if self._session is not None:
+                self._session.tell_failure(error)
+            raise
+        finally:
+            self._busy = False
+
+    def _check_state(self) -> None:
+        if self._closed:
+            raise StateError("this Runtime is closed and takes no further steps: build a new one")
+        if self._failure is not None:
+            raise StateError(
+                f"this Runtime failed ({type(self._failure).__name__}: {self._failure}) and takes "
+                f"no further steps: build a new one on every rank"
+            ) from self._failure
+        if self._busy:
+            raise StateError("a step is running on this Runtime: await it before the next")
+        self._open()
+
+    def _open(self) -> Dispatcher:
+        if self._dispatcher is None:
+            raise StateError("this Runtime is not open: use `async with Runtime(...) as runtime:`")
+        return self._dispatcher
+
+    def __del__(self) -> None:
+        if getattr(self, "_dispatcher", None) is not None and not self._closed:
+            warnings.warn("a Runtime was never closed", ResourceWarning, stacklevel=2)
+
+
+async def _raiser(error: Exception) -> StepResult:
+    raise error
+
+
+def _settings(config: Config, world: World) -> tuple[tuple[str, str], ...]:
+    """What must be equal on every rank, as words."""
+    edges = " ".join(map(str, world.topology.graph))
+    ours = (("version", version("rrfp-async")), ("stages", str(world.topology.num_stages)))
+    return (*ours, ("edges", edges), *config.agreed())
+
+
+def _build_stages(
+    stages: torch.nn.Module | Sequence[torch.nn.Module], world: World, loss_fn: LossFn | None
+) -> dict[int, Stage]:
+    if isinstance(stages, torch.nn.Module) and not isinstance(stages, torch.nn.ModuleList):
+        stages = [stages]
+    modules: list[Any] = list(stages)
+    owned = world.topology.stages_of(world.rank)
+    if len(modules) != len(owned):
+        raise ValueError(
+            f"rank {world.rank} was given {len(modules)} stage modules and owns {len(owned)} of "
+            f"the {world.topology.num_stages} stages {list(owned)}: give one module per stage, or "
+            f"use fewer ranks"
+        )
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(
+                f"a stage of rank {world.rank} is a {type(module).__name__}: give an nn.Module"
+            )
+    built = {
+        index: Stage(index, module, world.topology, loss_fn)
+        for index, module in zip(owned, modules, strict=True)
+    }
+    for stage in built.values():
+        _check_reserved(stage)
+    return built
+
+
+def _check_reserved(stage: Stage) -> None:
+    """Refuse a first stage whose forward wants a keyword that the step takes for itself."""
+    if not stage.is_source:
+        return
+    try:
+        parameters = inspect.signature(stage.module.forward).parameters.values()
+    except (TypeError, ValueError):  # a compiled function that tells no signature
+        return
+    for parameter in parameters:
+        if parameter.name in RESERVED and parameter.kind is not parameter.POSITIONAL_ONLY:
+            raise ValueError(
+                f"forward of stage {stage.index} has a parameter {parameter.name!r}, which "
+                f"train_step reserves for itself ({', '.join(RESERVED)}): rename the parameter"
+            )
+
+
+def _build_optimizer(
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+    parameters: list[torch.nn.Parameter],
+    rank: int,
+) -> torch.optim.Optimizer | None:
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise ValueError(
+                f"optimizer of type {type(optimizer).__name__} is neither a torch optimizer nor "
+                f"a function that makes one from a list of parameters"
+            )
+        if not parameters:
+            return None
+        optimizer = optimizer(parameters)
+    known = {id(parameter) for parameter in parameters}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in known for parameter in held)
+    if foreign:
+        raise ValueError(
+            f"optimizer of rank {rank} holds {foreign} parameters that are not of this rank's "
+            f"stages: build it from their parameters"
+        )
+    return optimizer
+
+
+def _result(report: StepReport, step_s: float) -> StepResult:
+    spent = (report.compute_s, report.blocking_s, report.coordination_s)
+    return StepResult(
+        report.loss,
+        report.losses,
+        report.outputs,
+        step_s,
+        *spent,
+        step_s - sum(spent),
+        report.peak_in_flight,
+    )

@@ -1,0 +1,217 @@
+"""When steps begin, end and fail, across all ranks.
+
+The first rank announces a step once every rank has greeted it with equal settings, and ends it
+once every rank has run its tasks. So a step that returns on one rank has succeeded on all. The
+session is handed its messages by the dispatcher, and may send; it does not know what a step's
+tasks are.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from rrfp_async.bus.base import Bus
+from rrfp_async.bus.messages import (
+    Failure,
+    Farewell,
+    Hello,
+    Message,
+    RankDone,
+    StepBegin,
+    StepEnd,
+)
+from rrfp_async.errors import BusError, ProtocolError, StepFailed
+from rrfp_async.ids import TaskId
+from rrfp_async.topology import Topology
+
+FIRST_RANK = 0
+"""The rank that announces steps and ends them."""
+
+Settings = tuple[tuple[str, str], ...]
+M = TypeVar("M")
+
+
+class Session:
+    """One rank's view of the steps that all ranks go through together.
+
+    Attributes:
+        steps_done: Steps that have ended well; the number of the current or next one.
+    """
+
+    def __init__(self, *, bus: Bus, rank: int, topology: Topology, settings: Settings) -> None:
+        self.steps_done = 0
+        self._bus = bus
+        self._rank = rank
+        self._world_size = topology.world_size
+        self._last_rank = topology.rank_of(topology.last_stage)
+        self._settings = settings
+        self._greeted: set[int] = set()
+        self._all_greeted = asyncio.Event()
+        self._training = False
+        self._announced: asyncio.Future[StepBegin] | None = None
+        self._ended: asyncio.Future[StepEnd] | None = None
+        self._done: dict[int, float | None] = {}
+        self._handlers: Mapping[type[Message], Callable[[int, Any], None]] = {
+            Hello: self._on_hello,
+            StepBegin: self._on_step_begin,
+            RankDone: self._on_rank_done,
+            StepEnd: self._on_step_end,
+            Failure: self._on_failure,
+            Farewell: self._on_farewell,
+        }
+
+    def open_step(self, *, training: bool) -> None:
+        """This rank is ready for its next step, of that mode."""
+        loop = asyncio.get_running_loop()
+        self._training = training
+        self._announced = loop.create_future()
+        self._ended = loop.create_future()
+        self._done = {}
+
+    async def begin(self, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Announce the step (on the first rank, with its `sizes`) or wait for its announcement.
+
+        Returns:
+            The samples of each microbatch, equal on every rank.
+        """
+        if self._rank != FIRST_RANK or sizes is None:
+            if self.steps_done == 0:
+                self._bus.send_nowait(FIRST_RANK, Hello(self._settings))
+            return (await _open(self._announced)).sizes
+        if self._world_size > 1:
+            await self._all_greeted.wait()
+        self._tell_all(StepBegin(self.steps_done, self._training, sizes))
+        return sizes
+
+    async def end(self, loss: float | None) -> float | None:
+        """Say that this rank's tasks are done, with the loss if it lives here; wait for all others.
+
+        Returns:
+            The step's loss, equal on every rank; None for an evaluation without a target.
+        """
+        done = RankDone(self.steps_done, loss)
+        if self._rank == FIRST_RANK:
+            self._on_rank_done(self._rank, done)
+        else:
+            self._bus.send_nowait(FIRST_RANK, done)
+        end = await _open(self._ended)
+        self.steps_done += 1
+        return end.loss
+
+    def is_early(self, message: Message) -> bool:
+        """Whether `message` belongs to a step that this rank has not opened yet.
+
+        Raises:
+            ProtocolError: If it belongs to one that has ended.
+        """
+        if isinstance(message, Hello | Failure | Farewell):
+            return False
+        if message.step < self.steps_done:
+            raise ProtocolError(f"{message} came in step {self.steps_done}")
+        return message.step > self.steps_done
+
+    def handle(self, source: int, message: Message) -> None:
+        """Act on a message of the current step, headers apart.
+
+        Raises:
+            StepFailed: If another rank failed or left.
+            ProtocolError: If the message has no place here.
+        """
+        self._handlers[type(message)](source, message)
+
+    def failed(self, error: BaseException, task: TaskId | None = None) -> StepFailed:
+        """`error`, which arose on this rank, as the end of the current step."""
+        return StepFailed(
+            rank=self._rank,
+            step=self.steps_done,
+            stage=None if task is None else task.stage,
+            task=None if task is None else str(task),
+            microbatch=None if task is None else task.microbatch,
+            cause=f"{type(error).__name__}: {error}",
+        )
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell every rank of a step that `error` ended, unless another rank told us."""
+        failed = error if isinstance(error, StepFailed) else self.failed(error)
+        if failed.rank == self._rank:
+            fields = (failed.stage, failed.task, failed.microbatch, failed.cause)
+            with suppress(BusError):  # the bus may be what failed
+                self._tell_all(Failure(failed.step, failed.rank, *fields))
+
+    def say_farewell(self) -> None:
+        """Tell every rank that this one takes part in no further step."""
+        with suppress(BusError):
+            self._tell_all(Farewell(self.steps_done))
+
+    def _on_hello(self, source: int, message: Hello) -> None:
+        if message.settings != self._settings:
+            raise ProtocolError(_difference(source, message.settings, self._rank, self._settings))
+        self._greeted.add(source)
+        if len(self._greeted) == self._world_size - 1:
+            self._all_greeted.set()
+
+    def _on_step_begin(self, source: int, message: StepBegin) -> None:
+        if message.training != self._training:
+            called = "train_step" if self._training else "eval_step"
+            raise ProtocolError(
+                f"rank {self._rank} called {called} for step {message.step}, rank {source} the "
+                f"other one: call the same on every rank"
+            )
+        _settle(self._announced, message)
+
+    def _on_rank_done(self, source: int, message: RankDone) -> None:
+        self._done[source] = message.loss
+        if len(self._done) == self._world_size:
+            end = StepEnd(message.step, self._done[self._last_rank])
+            self._tell_all(end)
+            _settle(self._ended, end)
+
+    def _on_step_end(self, _source: int, message: StepEnd) -> None:
+        _settle(self._ended, message)
+
+    def _on_failure(self, _source: int, message: Failure) -> None:
+        raise StepFailed(
+            rank=message.rank,
+            step=message.step,
+            stage=message.stage,
+            task=message.task,
+            microbatch=message.microbatch,
+            cause=message.cause,
+        )
+
+    def _on_farewell(self, source: int, message: Farewell) -> None:
+        if message.steps <= self.steps_done:
+            raise StepFailed(
+                rank=source,
+                step=self.steps_done,
+                cause=f"it closed its Runtime after {message.steps} steps",
+            )
+
+    def _tell_all(self, message: Message) -> None:
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                self._bus.send_nowait(rank, message)
+
+
+def _open(future: "asyncio.Future[M] | None") -> "asyncio.Future[M]":
+    if future is None:
+        raise ProtocolError("no step is open")
+    return future
+
+
+def _settle(future: "asyncio.Future[M] | None", message: M) -> None:
+    if _open(future).done():
+        raise ProtocolError(f"{message} came twice")
+    _open(future).set_result(message)
+
+
+def _difference(rank: int, theirs: Settings, own_rank: int, own: Settings) -> str:
+    """The settings that differ between two ranks, as a message."""
+    their, mine = dict(theirs), dict(own)
+    told = "; ".join(
+        f"{name} is {their.get(name)} on rank {rank} and {mine.get(name)} on rank {own_rank}"
+        for name in {**mine, **their}
+        if mine.get(name) != their.get(name)
+    )
+    return f"settings differ: {told}. Give every rank the same"

@@ -1,0 +1,253 @@
+"""A stage: its module, what has arrived for it, and what autograd must keep until the backward.
+
+`deliver_*` and `take_*` are called on the event loop, `forward` and `backward` on the device's
+thread; they share no state but the module and the saved graphs, which only the latter touch.
+A stage does not know when it runs or where its results go beyond their edges.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from rrfp_async.gpu.transfer import spec_of
+from rrfp_async.ids import Edge, TensorSpec
+from rrfp_async.tasks.batch import Arguments
+from rrfp_async.topology import Topology
+
+Export = Callable[[torch.Tensor], torch.Tensor]
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What a task sends over one edge.
+
+    Attributes:
+        edge: The stage edge it belongs to.
+        specs: One per tensor of the edge; None where there is no gradient.
+        tensors: The tensors themselves, one per spec that is not None.
+    """
+
+    edge: Edge
+    specs: tuple[TensorSpec | None, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StageInputs:
+    """What a stage gets from the user in one step.
+
+    Attributes:
+        training: Whether gradients are computed.
+        zero_gradients: Whether the first accumulation of the step starts from nothing.
+        sizes: Samples per microbatch.
+        arguments: Arguments per microbatch, on a source stage; else empty.
+        targets: Targets per microbatch, on the last stage with a loss; else empty.
+        keep_outputs: Whether the last stage keeps its outputs for the step's result.
+    """
+
+    training: bool
+    zero_gradients: bool
+    sizes: tuple[int, ...]
+    arguments: Sequence[Arguments] = ()
+    targets: Sequence[Any] = ()
+    keep_outputs: bool = True
+
+
+@dataclass(slots=True)
+class _Saved:
+    """One microbatch between its forward and its backward."""
+
+    inputs: list[list[torch.Tensor]]  # per in-edge, leaves
+    roots: tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Everything of a stage that lives for one step."""
+
+    inputs: StageInputs
+    activations: dict[tuple[Edge, int], list[torch.Tensor]] = field(default_factory=dict)
+    gradients: dict[tuple[Edge, int], list[torch.Tensor | None]] = field(default_factory=dict)
+    saved: dict[int, _Saved] = field(default_factory=dict)
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+_NOTHING = StageInputs(training=False, zero_gradients=False, sizes=())
+
+
+class Stage:
+    """One stage of the pipeline on the rank that owns it."""
+
+    def __init__(
+        self, index: int, module: torch.nn.Module, topology: Topology, loss_fn: LossFn | None
+    ) -> None:
+        self.index = index
+        self.module = module
+        self.is_source = topology.is_source(index)
+        self.is_last = index == topology.last_stage
+        self._in_edges = topology.in_edges(index)
+        self._out_edges = topology.out_edges(index)
+        self._loss_fn = loss_fn
+        self._memory = _Memory(_NOTHING)
+        self._zero_pending = False
+        self._modes: list[tuple[torch.nn.Module, bool]] = []
+
+    @property
+    def open_microbatches(self) -> int:
+        """Microbatches whose forward has run and whose backward has not."""
+        return len(self._memory.saved)
+
+    @property
+    def waiting_arrivals(self) -> int:
+        """Activations and gradients that have arrived and no task has taken."""
+        return len(self._memory.activations) + len(self._memory.gradients)
+
+    def begin_step(self, inputs: StageInputs) -> None:
+        """Set up a step. In evaluation the module is in eval mode until the step ends."""
+        self._memory = _Memory(inputs)
+        self._zero_pending = inputs.training and inputs.zero_gradients
+        if not inputs.training:
+            self._modes = [(module, module.training) for module in self.module.modules()]
+            self.module.eval()
+
+    def end_step(self) -> None:
+        """Forget the step, whole or broken, and restore the module's modes."""
+        for module, mode in self._modes:
+            module.training = mode
+        self._modes = []
+        self._memory = _Memory(_NOTHING)
+
+    def deliver_activation(
+        self, edge: Edge, microbatch: int, tensors: list[torch.Tensor], wanted: Sequence[bool]
+    ) -> None:
+        """Keep what came along `edge`; `wanted` tells which tensors need a gradient back."""
+        for tensor, gradient_wanted in zip(tensors, wanted, strict=True):
+            tensor.requires_grad_(gradient_wanted and self._memory.inputs.training)
+        self._memory.activations[edge, microbatch] = tensors
+
+    def deliver_gradient(
+        self, edge: Edge, microbatch: int, gradients: list[torch.Tensor | None]
+    ) -> None:
+        """Keep what came back against `edge`; None stands for "no gradient"."""
+        self._memory.gradients[edge, microbatch] = gradients
+
+    def take_activations(self, microbatch: int) -> list[list[torch.Tensor]]:
+        """What arrived for the forward of `microbatch`, per in-edge."""
+        return [self._memory.activations.pop((edge, microbatch)) for edge in self._in_edges]
+
+    def take_gradients(self, microbatch: int) -> list[list[torch.Tensor | None]]:
+        """What arrived for the backward of `microbatch`, per out-edge."""
+        return [self._memory.gradients.pop((edge, microbatch)) for edge in self._out_edges]
+
+    def forward(
+        self, microbatch: int, activations: list[list[torch.Tensor]], export: Export
+    ) -> tuple[Outgoing, ...]:
+        """Run the module, and on the last stage the loss.
+
+        Raises:
+            TypeError: If the module returns anything but tensors for the next stage, or the loss
+                is no scalar tensor.
+        """
+        memory = self._memory
+        arguments = (
+            memory.inputs.arguments[microbatch]
+            if self.is_source
+            else Arguments(tuple(tensor for tensors in activations for tensor in tensors))
+        )
+        with torch.set_grad_enabled(memory.inputs.training):
+            output = self.module(*arguments.args, **arguments.kwargs)
+            roots = self._end(microbatch, output) if self.is_last else self._tensors_of(output)
+        if memory.inputs.training:
+            memory.saved[microbatch] = _Saved(activations, roots)
+        if self.is_last:
+            return ()
+        specs = tuple(spec_of(root) for root in roots)
+        return tuple(
+            Outgoing(edge, specs, tuple(export(root) for root in roots)) for edge in self._out_edges
+        )
+
+    def backward(
+        self, microbatch: int, gradients: list[list[torch.Tensor | None]], export: Export
+    ) -> tuple[Outgoing, ...]:
+        """Accumulate the module's gradients and return those of its inputs, per in-edge."""
+        if self._zero_pending:
+            self.module.zero_grad(set_to_none=True)
+            self._zero_pending = False
+        saved = self._memory.saved.pop(microbatch)
+        roots, seeds = self._seeds(saved.roots, gradients)
+        if roots:
+            torch.autograd.backward(roots, seeds)
+        return tuple(
+            _outgoing_gradients(edge, leaves, export)
+            for edge, leaves in zip(self._in_edges, saved.inputs, strict=True)
+        )
+
+    def losses(self) -> list[float]:
+        """The loss of every microbatch, unweighted; empty without a target. On the device."""
+        losses = self._memory.losses
+        return [float(losses[microbatch]) for microbatch in sorted(losses)]
+
+    def outputs(self) -> list[Any]:
+        """The kept outputs of every microbatch, detached; empty on other stages than the last."""
+        return [self._memory.outputs[microbatch] for microbatch in sorted(self._memory.outputs)]
+
+    def _end(self, microbatch: int, output: Any) -> tuple[torch.Tensor, ...]:
+        memory = self._memory
+        if memory.inputs.keep_outputs:
+            memory.outputs[microbatch] = pytree.tree_map_only(
+                torch.Tensor, torch.Tensor.detach, output
+            )
+        if self._loss_fn is None or not memory.inputs.targets:
+            return ()
+        loss = self._loss_fn(output, memory.inputs.targets[microbatch])
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            seen = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise TypeError(f"loss_fn returned {seen}, not a scalar tensor: reduce it to one value")
+        memory.losses[microbatch] = loss.detach()
+        weight = memory.inputs.sizes[microbatch] / sum(memory.inputs.sizes)
+        return (loss * weight,)
+
+    def _tensors_of(self, output: Any) -> tuple[torch.Tensor, ...]:
+        tensors = tuple(output) if isinstance(output, tuple | list) else (output,)
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(
+                    f"stage {self.index} returned {type(tensor).__name__} for the next stage: "
+                    f"return a tensor or a tuple of tensors"
+                )
+        return tensors
+
+    def _seeds(
+        self, roots: tuple[torch.Tensor, ...], gradients: list[list[torch.Tensor | None]]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+        """The outputs to start the backward from, each with its gradient."""
+        if self.is_last:
+            differentiable = [root for root in roots if root.requires_grad]
+            return differentiable, [None] * len(differentiable)
+        summed = [_sum_present(column) for column in zip(*gradients, strict=True)]
+        pairs = [
+            (root, seed)
+            for root, seed in zip(roots, summed, strict=True)
+            if root.requires_grad and seed is not None
+        ]
+        return [root for root, _ in pairs], [seed for _, seed in pairs]
+
+
+def _sum_present(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    total: torch.Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
+
+
+def _outgoing_gradients(edge: Edge, leaves: list[torch.Tensor], export: Export) -> Outgoing:
+    gradients = [leaf.grad for leaf in leaves]
+    specs = tuple(None if gradient is None else spec_of(gradient) for gradient in gradients)
+    present = tuple(export(gradient) for gradient in gradients if gradient is not None)
+    return Outgoing(edge, specs, present)

@@ -1,0 +1,109 @@
+"""Which stages exist, how data flows between them, and which rank owns each.
+
+Arithmetic only: no process group, no device, no module is known here.
+"""
+
+from dataclasses import dataclass
+
+from rrfp_async.ids import Edge, Link
+
+
+def _chain(stages: int) -> tuple[Edge, ...]:
+    return tuple(Edge(stage, stage + 1) for stage in range(stages - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """A pipeline of `pp` ranks with one stage each; a chain unless `edges` say otherwise.
+
+    Stages are numbered so that data flows from lower to higher numbers; stage s lives on rank s.
+    Several stages may take inputs (two encoders, say), exactly one ends the graph: the last,
+    where the loss is.
+
+    Attributes:
+        pp: Pipeline-parallel size, the number of ranks.
+        edges: The stage graph. None stands for the chain 0 -> 1 -> ... and is replaced by it.
+
+    Raises:
+        ValueError: If `pp` is below 1, an edge leaves the stages, runs backwards or is listed
+            twice, or a stage other than the last leads nowhere.
+    """
+
+    pp: int
+    edges: tuple[Edge, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if type(self.pp) is not int or self.pp < 1:
+            raise ValueError(f"pp={self.pp!r} must be an int of at least 1: give the rank count")
+        if self.edges is None:
+            object.__setattr__(self, "edges", _chain(self.pp))
+        self._check_edges()
+
+    def _check_edges(self) -> None:
+        for edge in self.graph:
+            if not 0 <= edge.source < edge.target < self.pp:
+                raise ValueError(
+                    f"edge {edge} must run from a lower to a higher of the {self.pp} stages "
+                    f"0..{self.pp - 1}: renumber the stages in the order data flows"
+                )
+        if len(set(self.graph)) != len(self.graph):
+            raise ValueError(f"edges {list(self.graph)} list an edge twice: list each once")
+        for stage in range(self.last_stage):
+            if not self.out_edges(stage):
+                raise ValueError(
+                    f"stage {stage} has no edge out, and only the last stage ({self.last_stage}) "
+                    f"ends the graph: add an edge from it or leave the stage out"
+                )
+
+    @property
+    def graph(self) -> tuple[Edge, ...]:
+        """Every edge, never None."""
+        return self.edges or ()
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.pp
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages over all ranks."""
+        return self.pp
+
+    @property
+    def last_stage(self) -> int:
+        """The stage that computes the loss."""
+        return self.num_stages - 1
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks (stages) per rank."""
+        return 1
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that owns `stage`."""
+        return stage
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that `rank` owns, lowest first."""
+        return (rank,)
+
+    def in_edges(self, stage: int) -> tuple[Edge, ...]:
+        """Edges into `stage` in the order their tensors become its arguments."""
+        return tuple(edge for edge in self.graph if edge.target == stage)
+
+    def out_edges(self, stage: int) -> tuple[Edge, ...]:
+        """Edges out of `stage` in the order their gradients are summed."""
+        return tuple(edge for edge in self.graph if edge.source == stage)
+
+    def is_source(self, stage: int) -> bool:
+        """Whether `stage` takes the step's inputs."""
+        return not self.in_edges(stage)
+
+    def activation_link(self, edge: Edge) -> Link:
+        """The link that the activations of `edge` travel on."""
+        return Link(self.rank_of(edge.source), self.rank_of(edge.target))
+
+    def gradient_link(self, edge: Edge) -> Link:
+        """The link that the gradients of `edge` travel on."""
+        return Link(self.rank_of(edge.target), self.rank_of(edge.source))

@@ -1,0 +1,122 @@
+"""Where records go: nowhere, or to one JSON-lines file per rank, off the hot path.
+
+The caller only appends to a bounded queue; a thread of the writer renders (structlog) and writes.
+A disk that fails or cannot keep up never stops training: records are lost, counted, and warned
+of once. The writer does not know what the records mean.
+"""
+
+import queue
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+import structlog
+
+from rrfp_async.trace.records import DispatchRecord
+
+_QUEUE_MOST = 100_000
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class Trace(ABC):
+    """A sink for the records of one rank. A context manager; closing twice is harmless."""
+
+    @abstractmethod
+    def dispatch(self, record: DispatchRecord) -> None:
+        """Take a dispatch record. Never blocks, never raises."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is pending, within a bounded time."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class NullTrace(Trace):
+    """Keeps nothing."""
+
+    def dispatch(self, record: DispatchRecord) -> None:
+        """Ignore the record."""
+
+    def close(self) -> None:
+        """Nothing to do."""
+
+
+class JsonlTrace(Trace):
+    """Writes `folder/rank{rank}.jsonl`, replacing an older file; one JSON object a line.
+
+    Raises:
+        OSError: If the file cannot be opened. Later faults of the disk only lose records.
+    """
+
+    def __init__(self, folder: str | Path, rank: int) -> None:
+        path = Path(folder) / f"rank{rank}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._queue: queue.Queue[DispatchRecord | None] = queue.Queue(_QUEUE_MOST)
+        self._lost = 0
+        self._written = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._write_all, name=f"rrfp-trace-{rank}")
+        self._thread.daemon = True  # an exit without close() must not hang
+        self._thread.start()
+
+    def dispatch(self, record: DispatchRecord) -> None:
+        """Queue the record; counts it as lost when the queue is full or closed."""
+        if self._closed:
+            self._lost += 1
+            return
+        try:
+            self._queue.put_nowait(record)
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """Flush and close the file; waits at most ten seconds for the disk."""
+        if self._closed:
+            return
+        self._closed = True
+        with suppress(queue.Full):  # the disk hangs: the thread is a daemon, the loss is told below
+            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._lost:
+            warnings.warn(f"the trace lost {self._lost} records", RuntimeWarning, stacklevel=2)
+
+    def statistics(self) -> dict[str, int]:
+        """Counts of records written, pending and lost."""
+        return {"written": self._written, "pending": self._queue.qsize(), "lost": self._lost}
+
+    def _write_all(self) -> None:
+        logger = structlog.wrap_logger(
+            structlog.WriteLogger(self._file),
+            processors=[structlog.processors.JSONRenderer()],
+            wrapper_class=structlog.BoundLogger,
+        )
+        while (record := self._queue.get()) is not None:
+            try:
+                logger.msg("dispatch", **record.fields())
+                self._written += 1
+            except (OSError, ValueError):  # the disk is full, or the file was closed under us
+                self._lost += 1
+        try:
+            self._file.close()
+        except OSError:
+            self._lost += 1
+
+
+def open_trace(folder: str | Path | None, rank: int) -> Trace:
+    """The trace of `rank` in `folder`, or one that keeps nothing for None."""
+    return NullTrace() if folder is None else JsonlTrace(folder, rank)

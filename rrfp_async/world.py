@@ -1,0 +1,118 @@
+"""A world: bus, transfer, device and clock for one rank. The rest of the code is the same on all.
+
+This file builds the twins of one process (`local_world`). It does not know what they are used for.
+"""
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+
+from rrfp_async.bus.base import Bus
+from rrfp_async.bus.inproc import InprocHub
+from rrfp_async.gpu.delays import DelayedDevice, DelayedTransfer, Delays
+from rrfp_async.gpu.device import Clock, CpuDevice, Device
+from rrfp_async.gpu.loopback import LoopbackFabric
+from rrfp_async.gpu.transfer import Transfer
+from rrfp_async.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Wires:
+    """A Runtime's connections to its peers."""
+
+    bus: Bus
+    transfer: Transfer
+
+
+Connect = Callable[[], AbstractAsyncContextManager[Wires]]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One rank's surroundings.
+
+    Attributes:
+        rank: This rank, from 0.
+        topology: Stages and ranks, equal on every rank.
+        device: Where this rank computes; shared by its Runtimes.
+        clock: Seconds, monotonic.
+        connect: Opens the wires of this rank's next Runtime. The n-th Runtime of every rank share
+            theirs, so each rank must build its Runtimes in the same order.
+    """
+
+    rank: int
+    topology: Topology
+    device: Device
+    clock: Clock
+    connect: Connect
+
+
+class _LocalWiring:
+    """The hubs and fabrics of one process: one pair per Runtime number, made when first used."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._opened = [0] * world_size
+        self._pairs: list[tuple[InprocHub, LoopbackFabric]] = []
+
+    @asynccontextmanager
+    async def connect(self, rank: int) -> AsyncIterator[Wires]:
+        """The wires of the next Runtime of `rank`."""
+        number = self._opened[rank]
+        self._opened[rank] += 1
+        if number == len(self._pairs):
+            self._pairs.append((InprocHub(self._world_size), LoopbackFabric()))
+        hub, fabric = self._pairs[number]
+        bus = hub.open(rank)
+        try:
+            yield Wires(bus, fabric.open())
+        finally:
+            bus.close()
+
+
+@asynccontextmanager
+async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator[list[World]]:
+    """The worlds of `n` ranks in this process, on the running event loop.
+
+    Tensors are on the CPU; each rank computes on a thread of its own, which ends with the context.
+
+    Args:
+        n: The number of ranks.
+        topology: Their stages; by default a chain of `n` stages, one a rank.
+
+    Raises:
+        ValueError: If `n` is below 1 or does not fit the topology.
+    """
+    topology = Topology(n) if topology is None else topology
+    if topology.world_size != n:
+        raise ValueError(
+            f"topology has {topology.world_size} ranks, n={n} were asked for: make them equal"
+        )
+    wiring = _LocalWiring(n)
+    devices = [CpuDevice(time.perf_counter, name=f"rrfp-compute-{rank}") for rank in range(n)]
+    try:
+        yield [
+            World(rank, topology, devices[rank], time.perf_counter, _connector(wiring, rank))
+            for rank in range(n)
+        ]
+    finally:
+        for device in devices:
+            device.close()
+
+
+def _connector(wiring: _LocalWiring, rank: int) -> Connect:
+    return lambda: wiring.connect(rank)
+
+
+def with_delays(world: World, delays: Delays) -> World:
+    """The same world with seeded sleeps before sends and tasks, to shake up the order of things."""
+
+    @asynccontextmanager
+    async def connect() -> AsyncIterator[Wires]:
+        async with world.connect() as wires:
+            yield Wires(wires.bus, DelayedTransfer(wires.transfer, delays))
+
+    device = DelayedDevice(world.device, delays)
+    return dataclasses.replace(world, device=device, connect=connect)

@@ -1,0 +1,1 @@
+"""The tests of rrfp_async, laid out as the package is."""
