@@ -122,7 +122,8 @@ class Ledger:
         left = sorted(map(str, self.tasks - self.done))
         assert not left, f"deadlock: {len(left)} tasks left, such as {left[:8]}"
         assert self.started.keys() == self.done == self.tasks
-        assert not any(self.in_flight) and not any(self.open_sends)
+        assert not any(self.in_flight)
+        assert not any(self.open_sends)
         if self._case.deterministic:
             for rank in range(len(self._case.limits)):
                 order = self.backwards_of(rank)

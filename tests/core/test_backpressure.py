@@ -49,7 +49,7 @@ def test_below_the_last_place_every_forward_is_admissible() -> None:
 
 
 def test_the_last_place_is_kept_for_the_oldest_microbatch() -> None:
-    """u is the lowest microbatch whose forward has not been decided, whatever came before it."""
+    """It is for u, the lowest microbatch whose forward was not decided, whatever went before."""
     backpressure = begun(3)
     decide(backpressure, "0F5 0F3")
     assert admitted(backpressure) == "0F0"
@@ -134,7 +134,7 @@ def test_several_chunks_keep_a_place_for_each_chunk_of_the_oldest() -> None:
 
 
 def test_a_microbatch_stays_the_oldest_until_its_last_chunk_was_decided() -> None:
-    """u moves on only when every chunk of it ran its forward here."""
+    """The place moves on only when every chunk of it ran its forward here."""
     backpressure = begun(1, 3, chunks=2)
     decide(backpressure, "0F0")
     assert backpressure.admissible() == Admissible(any_forward=False, forward_microbatch=0)

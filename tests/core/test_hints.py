@@ -222,7 +222,7 @@ def test_an_object_without_the_base_class_is_refused_with_the_known_names() -> N
     class Duck:
         begin_step = add = peek = commit = print
 
-    for hint in (Duck(), NewestFirst, lambda: NewestFirst()):
+    for hint in (Duck(), NewestFirst, HINTS["bf"]):
         with pytest.raises(ValueError, match="HintOrder") as caught:
             make_hint(hint)  # type: ignore[arg-type]
         assert type(hint).__name__ in str(caught.value)

@@ -3,8 +3,8 @@
 Each property runs two steps on the same objects and lets a `Ledger` judge every call: each task
 runs once, what it depends on came before it, D stays within the limit and is counted rightly, a
 rank never idles while something may run, a decision passes over only what could not run, and no
-step gets stuck. A failure prints its `Case`; `run(Case(...))` replays it. RRFP_HYPOTHESIS_PROFILE=all
-searches ten times as far.
+step gets stuck. A failure prints its `Case`; `run(Case(...))` replays it.
+RRFP_HYPOTHESIS_PROFILE=all searches ten times as far.
 """
 
 from hypothesis import given, note

@@ -139,7 +139,7 @@ def test_a_task_cannot_complete_twice() -> None:
     """The second completion is an error, also where something waited for the first."""
     ready_set = started(Topology(1), 0, 1)
     ready_set.completed(task("0F0"))
-    with pytest.raises(ProtocolError, match="0F0 completed, but it was .*completed before"):
+    with pytest.raises(ProtocolError, match=r"0F0 completed, but it was .*completed before"):
         ready_set.completed(task("0F0"))
 
 

@@ -1,0 +1,104 @@
+"""The main job: a GPT on real text trains to the same bits under any hint and any arrival order."""
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import train_gpt
+
+from rrfp_async.hints import HINTS
+
+SEEDS = (1, 2, 3)
+EXAMPLE = Path(train_gpt.__file__)
+SAMPLED = {("bf", 1), ("f-priority", 2)}
+CASES = [
+    pytest.param(hint, seed, marks=[] if (hint, seed) in SAMPLED else [pytest.mark.slow])
+    for hint in HINTS
+    for seed in SEEDS
+]
+
+
+def words(*extra: str) -> list[str]:
+    """The command line of five steps with eight microbatches."""
+    return ["--steps", "5", "--microbatches", "8", "--json", *extra]
+
+
+def run(*extra: str) -> dict[str, object]:
+    """Run the example in this process; returns its JSON object without the times."""
+    options = train_gpt.parse(words(*extra))
+    text = train_gpt.load_text(options.data)
+    train = train_gpt.train_reference if options.reference else train_gpt.train_pipeline
+    result = json.loads(train_gpt.report(options, train(options, text, lambda *_: None)))
+    return {name: result[name] for name in ("losses", "grad_sha256")}
+
+
+@cache
+def reference() -> dict[str, object]:
+    """The unpartitioned model's losses and hash."""
+    return run("--reference")
+
+
+def orders(trace: Path) -> list[list[str]]:
+    """Every rank's dispatch order as its log tells it."""
+    logs = sorted(trace.glob("rank*.jsonl"))
+    return [[json.loads(line)["task"] for line in log.read_text().splitlines()] for log in logs]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Bits are equal at equal thread counts."""
+    train_gpt.torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("hint", "seed"), CASES)
+def test_any_hint_and_arrival_order_trains_to_the_bits_of_the_unpartitioned_model(
+    hint: str, seed: int
+) -> None:
+    """Losses of five steps and the hash over all gradients equal the reference's."""
+    assert run("--ranks", "4", "--hint", hint, "--delay-seed", str(seed)) == reference()
+
+
+def test_dispatch_orders_really_differ_between_delay_seeds(tmp_path: Path) -> None:
+    """The logs hold every task once, on every rank, in different orders for different seeds."""
+    seen = []
+    for seed in SEEDS[:2]:
+        folder = tmp_path / str(seed)
+        run("--ranks", "4", "--delay-seed", str(seed), "--trace-dir", str(folder))
+        seen.append(orders(folder))
+    assert seen[0] != seen[1]
+    for ranks in seen:
+        for rank, order in enumerate(ranks):
+            step = [f"{rank}{kind}{j}" for kind in "BF" for j in range(8)]
+            assert sorted(order) == sorted(step * 5)
+
+
+@pytest.mark.multiprocess
+def test_the_command_ends_with_one_json_object_and_a_falling_loss() -> None:
+    """Run as a user runs it; the last line is JSON with the promised keys."""
+    command = [sys.executable, str(EXAMPLE), "--ranks", "2", *words()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert set(result) == {"losses", "step_s", "ranks", "hint", "grad_sha256"}
+    assert (result["ranks"], result["hint"]) == (2, "bf")
+    assert len(result["losses"]) == len(result["step_s"]) == 5
+    assert result["losses"][-1] < result["losses"][0]
+    assert result["grad_sha256"] == reference()["grad_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (["--ranks", "9"], "use fewer ranks"),
+        (["--batch", "4"], "a batch of 4 samples cannot be split into 8 microbatches"),
+        (["--data", "/nowhere"], "/nowhere holds no text"),
+    ],
+)
+def test_bad_settings_end_with_one_line_that_says_what_to_change(
+    extra: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2 and a message, no traceback."""
+    assert train_gpt.main(words(*extra)) == 2
+    assert told in capsys.readouterr().err
