@@ -5,10 +5,9 @@ steps the optimizer. It does not know in which order tasks run or how anything t
 """
 
 import asyncio
-import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from types import TracebackType
@@ -21,14 +20,10 @@ from rrfp_async.dispatcher import Dispatcher, StepReport, StepRequest
 from rrfp_async.errors import DataExhausted, StateError
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Batch
-from rrfp_async.tasks.stage import LossFn, Stage
+from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages
+from rrfp_async.tasks.stage import LossFn
 from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import World
-
-MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-RESERVED = ("target", "update")
-"""Keywords of `train_step` that a model's forward cannot have."""
 
 _NO_MORE = object()
 
@@ -99,11 +94,11 @@ class Runtime:
     ) -> None:
         self._world = world
         self._config = config
-        self._stages = _build_stages(stages, world, loss_fn)
+        self._stages = build_stages(stages, world.topology, world.rank, loss_fn)
         self._takes_inputs = any(stage.is_source for stage in self._stages.values())
         self._needs_target = any(stage.is_last for stage in self._stages.values())
         self._loss_fn = loss_fn
-        self.optimizer = _build_optimizer(optimizer, self.parameters(), world.rank)
+        self.optimizer = build_optimizer(optimizer, self.parameters(), world.rank)
         self._data: Iterator[tuple[Any, Any]] | None = None if data is None else iter(data)
         self._resources = AsyncExitStack()
         self._dispatcher: Dispatcher | None = None
@@ -122,8 +117,15 @@ class Runtime:
         """Open the connections and the trace. Does not wait for other ranks."""
         if self._closed or self._dispatcher is not None:
             raise StateError("this Runtime was opened before: build a new one")
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _start(self) -> None:
         wires = await self._resources.enter_async_context(self._world.connect())
-        trace = self._resources.enter_context(open_trace(self._config.trace_dir, self._world.rank))
         self._session = Session(
             bus=wires.bus,
             rank=self._world.rank,
@@ -131,6 +133,7 @@ class Runtime:
             settings=_settings(self._config, self._world),
         )
         self._resources.callback(self._session.say_farewell)
+        trace = self._resources.enter_context(open_trace(self._config.trace_dir, self._world.rank))
         self._dispatcher = Dispatcher(
             world=self._world,
             wires=wires,
@@ -139,7 +142,6 @@ class Runtime:
             trace=trace,
             session=self._session,
         )
-        return self
 
     async def __aexit__(
         self,
@@ -209,9 +211,14 @@ class Runtime:
         begun = self._world.clock()
         report = await self._run(args, kwargs, target, training=True)
         self._gradients_used = update
-        if update and self.optimizer is not None:
-            await self._world.device.run(self.optimizer.step)
+        if update:
+            await self._update()
         return _result(report, self._world.clock() - begun)
+
+    async def _update(self) -> None:
+        if self.optimizer is not None:
+            with self._naming_this_rank():
+                await self._world.device.run(self.optimizer.step)
 
     async def _evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
@@ -236,7 +243,8 @@ class Runtime:
         self, data: Iterator[tuple[Any, Any]]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The next of `data=`, fetched on a thread: loading may block."""
-        item = await asyncio.to_thread(next, data, _NO_MORE)
+        with self._naming_this_rank():
+            item = await asyncio.to_thread(next, data, _NO_MORE)
         if item is _NO_MORE:
             raise DataExhausted(
                 f"data= of rank {self._world.rank} has no further batch: end the loop earlier or "
@@ -250,6 +258,16 @@ class Runtime:
         if isinstance(inputs, Mapping):
             return (), dict(inputs), target
         return inputs if isinstance(inputs, tuple) else (inputs,), {}, target
+
+    @contextmanager
+    def _naming_this_rank(self) -> Iterator[None]:
+        """Turn what the user's code raises outside a task into the end of the step."""
+        try:
+            yield
+        except Exception as error:
+            if self._session is None:
+                raise
+            raise self._session.failed(error) from error
 
     async def _guarded(self, step: Any) -> StepResult:
         """Run a step if the Runtime's state allows it; tell every rank if it fails."""
@@ -301,76 +319,6 @@ def _settings(config: Config, world: World) -> tuple[tuple[str, str], ...]:
     edges = " ".join(map(str, world.topology.graph))
     ours = (("version", version("rrfp-async")), ("stages", str(world.topology.num_stages)))
     return (*ours, ("edges", edges), *config.agreed())
-
-
-def _build_stages(
-    stages: torch.nn.Module | Sequence[torch.nn.Module], world: World, loss_fn: LossFn | None
-) -> dict[int, Stage]:
-    if isinstance(stages, torch.nn.Module) and not isinstance(stages, torch.nn.ModuleList):
-        stages = [stages]
-    modules: list[Any] = list(stages)
-    owned = world.topology.stages_of(world.rank)
-    if len(modules) != len(owned):
-        raise ValueError(
-            f"rank {world.rank} was given {len(modules)} stage modules and owns {len(owned)} of "
-            f"the {world.topology.num_stages} stages {list(owned)}: give one module per stage, or "
-            f"use fewer ranks"
-        )
-    for module in modules:
-        if not isinstance(module, torch.nn.Module):
-            raise ValueError(
-                f"a stage of rank {world.rank} is a {type(module).__name__}: give an nn.Module"
-            )
-    built = {
-        index: Stage(index, module, world.topology, loss_fn)
-        for index, module in zip(owned, modules, strict=True)
-    }
-    for stage in built.values():
-        _check_reserved(stage)
-    return built
-
-
-def _check_reserved(stage: Stage) -> None:
-    """Refuse a first stage whose forward wants a keyword that the step takes for itself."""
-    if not stage.is_source:
-        return
-    try:
-        parameters = inspect.signature(stage.module.forward).parameters.values()
-    except (TypeError, ValueError):  # a compiled function that tells no signature
-        return
-    for parameter in parameters:
-        if parameter.name in RESERVED and parameter.kind is not parameter.POSITIONAL_ONLY:
-            raise ValueError(
-                f"forward of stage {stage.index} has a parameter {parameter.name!r}, which "
-                f"train_step reserves for itself ({', '.join(RESERVED)}): rename the parameter"
-            )
-
-
-def _build_optimizer(
-    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
-    parameters: list[torch.nn.Parameter],
-    rank: int,
-) -> torch.optim.Optimizer | None:
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        if not callable(optimizer):
-            raise ValueError(
-                f"optimizer of type {type(optimizer).__name__} is neither a torch optimizer nor "
-                f"a function that makes one from a list of parameters"
-            )
-        if not parameters:
-            return None
-        optimizer = optimizer(parameters)
-    known = {id(parameter) for parameter in parameters}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    foreign = sum(id(parameter) not in known for parameter in held)
-    if foreign:
-        raise ValueError(
-            f"optimizer of rank {rank} holds {foreign} parameters that are not of this rank's "
-            f"stages: build it from their parameters"
-        )
-    return optimizer
 
 
 def _result(report: StepReport, step_s: float) -> StepResult:

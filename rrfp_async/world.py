@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rrfp_async.bus.base import Bus
 from rrfp_async.bus.inproc import InprocHub
+from rrfp_async.errors import StateError
 from rrfp_async.gpu.delays import DelayedDevice, DelayedTransfer, Delays
 from rrfp_async.gpu.device import Clock, CpuDevice, Device
 from rrfp_async.gpu.loopback import LoopbackFabric
@@ -56,19 +57,31 @@ class _LocalWiring:
         self._world_size = world_size
         self._opened = [0] * world_size
         self._pairs: list[tuple[InprocHub, LoopbackFabric]] = []
+        self._open: set[Bus] = set()
+        self._closed = False
 
     @asynccontextmanager
     async def connect(self, rank: int) -> AsyncIterator[Wires]:
         """The wires of the next Runtime of `rank`."""
+        if self._closed:
+            raise StateError("this local_world has been left: enter a new one")
         number = self._opened[rank]
         self._opened[rank] += 1
         if number == len(self._pairs):
             self._pairs.append((InprocHub(self._world_size), LoopbackFabric()))
         hub, fabric = self._pairs[number]
         bus = hub.open(rank)
+        self._open.add(bus)
         try:
             yield Wires(bus, fabric.open())
         finally:
+            self._open.discard(bus)
+            bus.close()
+
+    def close(self) -> None:
+        """Close what is open: a rank that still waits for a message gets an error instead."""
+        self._closed = True
+        for bus in self._open:
             bus.close()
 
 
@@ -77,6 +90,7 @@ async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator
     """The worlds of `n` ranks in this process, on the running event loop.
 
     Tensors are on the CPU; each rank computes on a thread of its own, which ends with the context.
+    A step that is running on some rank when the context is left fails there.
 
     Args:
         n: The number of ranks.
@@ -98,6 +112,7 @@ async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator
             for rank in range(n)
         ]
     finally:
+        wiring.close()
         for device in devices:
             device.close()
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 _REPLICATED = (bool, int, float, str, type(None))
 
@@ -157,7 +158,7 @@ def _split(name: str, value: Any, count: int) -> Sequence[Any]:
     if isinstance(value, torch.Tensor):
         return value.detach().tensor_split(count)
     if isinstance(value, Microbatches):
-        return list(value)
+        return [pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, part) for part in value]
     if isinstance(value, _REPLICATED):
         return [value] * count
     raise ValueError(

@@ -1,0 +1,99 @@
+"""From a user's modules and optimizer to stages, checked before anything starts."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from rrfp_async.tasks.stage import LossFn, Stage
+from rrfp_async.topology import Topology
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+RESERVED = ("target", "update")
+"""Keywords of `train_step` that a model's forward cannot have."""
+
+
+def build_stages(
+    stages: torch.nn.Module | Sequence[torch.nn.Module],
+    topology: Topology,
+    rank: int,
+    loss_fn: LossFn | None,
+) -> dict[int, Stage]:
+    """The stages of `rank`, by index.
+
+    Raises:
+        ValueError: If `stages` is not one module for each stage that the rank owns, or a first
+            stage's forward wants a keyword that is reserved.
+    """
+    if isinstance(stages, torch.nn.Module) and not isinstance(stages, torch.nn.ModuleList):
+        stages = [stages]
+    modules: list[Any] = list(stages)
+    owned = topology.stages_of(rank)
+    if len(modules) != len(owned):
+        raise ValueError(
+            f"rank {rank} was given {len(modules)} stage modules, but of the "
+            f"{topology.num_stages} stages it owns {list(owned)}: give one module for each, or "
+            f"use fewer ranks"
+        )
+    for module in modules:
+        if not isinstance(module, torch.nn.Module):
+            raise ValueError(
+                f"a stage of rank {rank} is a {type(module).__name__}: give an nn.Module"
+            )
+    built = {
+        index: Stage(index, module, topology, loss_fn)
+        for index, module in zip(owned, modules, strict=True)
+    }
+    for stage in built.values():
+        _check_reserved(stage)
+    return built
+
+
+def _check_reserved(stage: Stage) -> None:
+    """Refuse a first stage whose forward wants a keyword that the step takes for itself."""
+    if not stage.is_source:
+        return
+    try:
+        parameters = inspect.signature(stage.module.forward).parameters.values()
+    except (TypeError, ValueError):  # a compiled function that tells no signature
+        return
+    for parameter in parameters:
+        if parameter.name in RESERVED and parameter.kind is not parameter.POSITIONAL_ONLY:
+            raise ValueError(
+                f"forward of stage {stage.index} has a parameter {parameter.name!r}, which "
+                f"train_step reserves for itself ({', '.join(RESERVED)}): rename the parameter"
+            )
+
+
+def build_optimizer(
+    optimizer: torch.optim.Optimizer | MakeOptimizer | None,
+    parameters: list[torch.nn.Parameter],
+    rank: int,
+) -> torch.optim.Optimizer | None:
+    """The optimizer given or made; None without one, or for a rank without parameters.
+
+    Raises:
+        ValueError: If it is no optimizer, or holds parameters of others than this rank.
+    """
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        if not callable(optimizer):
+            raise ValueError(
+                f"optimizer of type {type(optimizer).__name__} is neither a torch optimizer nor "
+                f"a function that makes one from a list of parameters"
+            )
+        if not parameters:
+            return None
+        optimizer = optimizer(parameters)
+    known = {id(parameter) for parameter in parameters}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in known for parameter in held)
+    if foreign:
+        raise ValueError(
+            f"optimizer of rank {rank} holds {foreign} parameters that are not of this rank's "
+            f"stages: build it from their parameters"
+        )
+    return optimizer

@@ -1,0 +1,1 @@
+"""Tests of devices, transfers and delays."""

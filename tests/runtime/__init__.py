@@ -1,0 +1,1 @@
+"""Tests of the Runtime and its dispatcher against the unpartitioned model."""

@@ -1,0 +1,170 @@
+"""Running a `reference.Case` through rrfp_async, over random arrival orders, and comparing."""
+
+import copy
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rrfp_async as r
+from tests.runtime.reference import Case, Outcome, Step, gradients_of, run_reference
+
+SEEDS = range(20)
+SEND_MOST_S = 0.002
+TASK_MOST_S = 0.001
+
+Wrap = Callable[[r.World], r.World]
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a pipelined run came to.
+
+    Attributes:
+        outcomes: One per step, put together from all ranks.
+        results: `StepResult`s by rank, then step.
+        orders: Dispatched tasks as words, by rank, over all steps.
+    """
+
+    outcomes: list[Outcome]
+    results: list[list[r.StepResult]]
+    orders: list[list[str]]
+
+
+def topology_of(case: Case) -> r.Topology:
+    edges = None if case.edges is None else tuple(r.Edge(*edge) for edge in case.edges)
+    return r.Topology(len(case.stages), edges)
+
+
+def shaken(seed: int) -> Wrap:
+    """A world with small delays drawn from `seed`."""
+    delays = r.Delays(seed, send_most_s=SEND_MOST_S, task_most_s=TASK_MOST_S)
+    return lambda world: r.with_delays(world, delays)
+
+
+async def pipelined(case: Case, folder: Path, *, wrap: Wrap | None = None) -> Run:
+    """The case's steps on one rank per stage, in this process."""
+    torch.set_num_threads(1)
+    stages = copy.deepcopy(list(case.stages))
+
+    async def main(world: r.World) -> list[tuple[r.StepResult, dict[str, Tensor | None]]]:
+        async with build(case, stages, world if wrap is None else wrap(world), folder) as runtime:
+            return [await _one(runtime, stages, world.rank, step) for step in case.steps]
+
+    by_rank = await r.run_local(len(stages), main, topology=topology_of(case))
+    outcomes = [_joined([rank[i] for rank in by_rank]) for i in range(len(case.steps))]
+    results = [[result for result, _ in rank] for rank in by_rank]
+    return Run(outcomes, results, [order_of(folder, rank) for rank in range(len(stages))])
+
+
+def build(case: Case, stages: list[nn.Module], world: r.World, folder: Path | None) -> r.Runtime:
+    """The Runtime of one rank of the case."""
+    options = {"microbatches": case.microbatches, "trace_dir": folder, **case.options}
+    return r.Runtime(
+        stages[world.rank],
+        world=world,
+        config=r.Config(**options),
+        loss_fn=case.loss_fn,
+        optimizer=case.make_optimizer,
+    )
+
+
+async def _one(
+    runtime: r.Runtime, stages: list[nn.Module], rank: int, step: Step
+) -> tuple[r.StepResult, dict[str, Tensor | None]]:
+    args = step.inputs.get(rank, ())
+    if step.training:
+        result = await runtime.train_step(*args, target=step.target, update=step.update)
+    else:
+        result = await runtime.eval_step(*args, target=step.target)
+    prefix = f"stage {rank} "
+    own = {k: v for k, v in gradients_of(stages).items() if k.startswith(prefix)}
+    return result, own
+
+
+def _joined(ranks: list[tuple[r.StepResult, dict[str, Tensor | None]]]) -> Outcome:
+    last = ranks[-1][0]
+    assert {result.loss for result, _ in ranks} == {last.loss}, "ranks disagree on the loss"
+    gradients = {name: grad for _, held in ranks for name, grad in held.items()}
+    return Outcome(last.loss, last.losses, last.outputs, gradients)
+
+
+def order_of(folder: Path, rank: int) -> list[str]:
+    """The tasks that `rank` dispatched, from its log."""
+    return [record["task"] for record in records_of(folder, rank)]
+
+
+def records_of(folder: Path, rank: int) -> list[dict[str, Any]]:
+    """The records in the log of `rank`."""
+    lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def differences(
+    expected: list[Outcome], actual: list[Outcome], *, within: float = 0.0
+) -> list[str]:
+    """Where two runs differ, in words; bit for bit unless `within` allows more."""
+    assert len(expected) == len(actual)
+    found = []
+    for number, (wanted, got) in enumerate(zip(expected, actual, strict=True)):
+        pairs = {f"step {number} loss": (wanted.loss, got.loss)}
+        pairs[f"step {number} losses"] = (wanted.losses, got.losses)
+        for name in wanted.gradients.keys() | got.gradients.keys():
+            both = (wanted.gradients.get(name), got.gradients.get(name))
+            pairs[f"step {number} gradient of {name}"] = both
+        found += [name for name, pair in pairs.items() if not _same(*pair, within)]
+    return found
+
+
+def _same(wanted: Any, got: Any, within: float) -> bool:
+    if isinstance(wanted, Tensor) and isinstance(got, Tensor):
+        if wanted.dtype != got.dtype or wanted.shape != got.shape:
+            return False
+        if within == 0.0:
+            return torch.equal(wanted, got)
+        return bool((wanted - got).abs().max() <= within)
+    if isinstance(wanted, list) and isinstance(got, list):
+        paired = zip(wanted, got, strict=False)
+        return len(wanted) == len(got) and all(_same(*pair, within) for pair in paired)
+    if isinstance(wanted, float) and isinstance(got, float):
+        return abs(wanted - got) <= within
+    return wanted is None and got is None
+
+
+async def assert_parity(
+    case: Case,
+    folder: Path,
+    *,
+    seeds: Iterable[int] = SEEDS,
+    within: float = 0.0,
+    orders_differ: bool = True,
+) -> list[Run]:
+    """Loss and every gradient equal the reference's over all seeds, whose orders really differ."""
+    expected = run_reference(case)
+    runs = []
+    for seed in seeds:
+        run = await pipelined(case, folder / f"seed{seed}", wrap=shaken(seed))
+        assert differences(expected, run.outcomes, within=within) == [], f"delays of seed {seed}"
+        runs.append(run)
+    if orders_differ:
+        assert len({str(run.orders) for run in runs}) > 1, "every seed gave the same order"
+    return runs
+
+
+def linear_stages(count: int, *, width: int = 8, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """`count` stages of a linear layer and a tanh."""
+    torch.manual_seed(7)
+    return [nn.Sequential(nn.Linear(width, width, dtype=dtype), nn.Tanh()) for _ in range(count)]
+
+
+def chain_case(ranks: int, *, microbatches: int, batch: int = 8, **more: Any) -> Case:
+    """Linear stages in a chain, one training step on a batch of random vectors."""
+    dtype = more.pop("dtype", torch.float32)
+    stages = more.pop("stages", None) or linear_stages(ranks, dtype=dtype)
+    torch.manual_seed(11)
+    steps = [Step({0: (torch.randn(batch, 8, dtype=dtype),)}, torch.randn(batch, 8, dtype=dtype))]
+    return replace(Case(stages, steps, microbatches), **more)

@@ -1,0 +1,189 @@
+"""The unpartitioned reference: the same stage modules, run in sequence on the same microbatches.
+
+What parity means (HAZARDS.md): loss and every gradient of a pipelined step equal, bit for bit, what
+this file computes. The stages run one after another in plain autograd; at stage boundaries outputs
+and gradients are copied to contiguous memory of their own, as a link would leave them. Nothing of
+rrfp_async is used but `Microbatches`, to say how a batch is split.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rrfp_async import Microbatches
+
+LossFn = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the user gives one step: inputs by source stage, a target, and the mode."""
+
+    inputs: Mapping[int, tuple[Any, ...]]
+    target: Any = None
+    training: bool = True
+    update: bool = True
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model in stages, and the steps it goes through. Stage modules are copied before use."""
+
+    stages: Sequence[nn.Module]
+    steps: Sequence[Step]
+    microbatches: int
+    loss_fn: LossFn = nn.functional.mse_loss
+    edges: tuple[tuple[int, int], ...] | None = None
+    make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> tuple[tuple[int, int], ...]:
+        """The stage edges; a chain by default."""
+        if self.edges is not None:
+            return self.edges
+        return tuple((stage, stage + 1) for stage in range(len(self.stages) - 1))
+
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step's results: the loss, each microbatch's, the outputs, gradients by parameter."""
+
+    loss: float | None
+    losses: list[float]
+    outputs: list[Any]
+    gradients: Gradients
+
+
+class _Boundary(torch.autograd.Function):
+    """Copies to contiguous memory, in both directions."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _cross(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        return _Boundary.apply(tensor)
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def run_reference(case: Case) -> list[Outcome]:
+    """Every step of the case, unpartitioned, on one thread."""
+    torch.set_num_threads(1)
+    stages = copy.deepcopy(list(case.stages))
+    optimizers = _optimizers(case, stages)
+    outcomes = []
+    fresh = True
+    for step in case.steps:
+        outcomes.append(_run_step(case, stages, step, zero=fresh))
+        if step.training:
+            fresh = step.update
+        if step.training and step.update:
+            for optimizer in optimizers:
+                optimizer.step()
+    return outcomes
+
+
+def _run_step(case: Case, stages: list[nn.Module], step: Step, *, zero: bool) -> Outcome:
+    if step.training and zero:
+        for stage in stages:
+            stage.zero_grad(set_to_none=True)
+    modes = [(module, module.training) for stage in stages for module in stage.modules()]
+    if not step.training:
+        for stage in stages:
+            stage.eval()
+    with torch.set_grad_enabled(step.training):
+        losses, outputs, weights = _run_microbatches(case, stages, step)
+    for module, mode in modes:
+        module.training = mode
+    return Outcome(_weighted(losses, weights), losses, outputs, gradients_of(stages))
+
+
+def _run_microbatches(
+    case: Case, stages: list[nn.Module], step: Step
+) -> tuple[list[float], list[Any], list[float]]:
+    columns = {stage: [split(v, case) for v in args] for stage, args in step.inputs.items()}
+    first = columns[0][0]
+    sizes = [_samples(part) for part in first]
+    targets = split_target(step.target, sizes)
+    losses, outputs, weights = [], [], []
+    for j, size in enumerate(sizes):
+        output = _forward(case, stages, {s: [c[j] for c in cs] for s, cs in columns.items()})
+        weights.append(size / sum(sizes))
+        outputs.append(output.detach() if isinstance(output, Tensor) else output)
+        if targets is None:
+            continue
+        loss = case.loss_fn(output, targets[j])
+        losses.append(float(loss.detach()))
+        if step.training and loss.requires_grad:
+            (loss * weights[-1]).backward()
+    return losses, outputs, weights
+
+
+def _forward(case: Case, stages: list[nn.Module], inputs: dict[int, list[Any]]) -> Any:
+    """One microbatch through the stage graph."""
+    sent: dict[int, Any] = {}
+    for index, module in enumerate(stages):
+        sources = [source for source, target in case.graph if target == index]
+        arguments = list(inputs.get(index, [])) if not sources else []
+        if len(arguments) == 1 and isinstance(arguments[0], tuple):
+            arguments = list(arguments[0])
+        for source in sources:
+            output = sent[source]
+            tensors = output if isinstance(output, tuple | list) else (output,)
+            arguments += [_cross(tensor) for tensor in tensors]
+        sent[index] = module(*arguments)
+    return sent[len(stages) - 1]
+
+
+def split(value: Any, case: Case) -> list[Any]:
+    """A step's value, by microbatch."""
+    if isinstance(value, Microbatches):
+        return list(value)
+    return list(value.tensor_split(case.microbatches))
+
+
+def split_target(target: Any, sizes: list[int]) -> list[Any] | None:
+    """The target by microbatch, or None without one."""
+    if target is None:
+        return None
+    return list(target) if isinstance(target, Microbatches) else list(target.split(sizes))
+
+
+def _samples(part: Any) -> int:
+    return len(part[0]) if isinstance(part, tuple) else len(part)
+
+
+def _weighted(losses: list[float], weights: list[float]) -> float | None:
+    if not losses:
+        return None
+    return sum((x * weight for x, weight in zip(losses, weights, strict=True)), start=0.0)
+
+
+def _optimizers(case: Case, stages: list[nn.Module]) -> list[torch.optim.Optimizer]:
+    if case.make_optimizer is None:
+        return []
+    held = [list(stage.parameters()) for stage in stages]
+    return [case.make_optimizer(parameters) for parameters in held if parameters]
+
+
+def gradients_of(stages: Sequence[nn.Module]) -> Gradients:
+    """A copy of every gradient, by stage and parameter name; None where there is none."""
+    return {
+        f"stage {index} {name}": None if p.grad is None else p.grad.detach().clone()
+        for index, stage in enumerate(stages)
+        for name, p in stage.named_parameters()
+    }
