@@ -207,6 +207,26 @@ def test_a_hint_given_as_an_object_is_copied() -> None:
     assert other.peek(ANY) == task("0B2")
 
 
+def test_the_copy_of_a_hint_is_deep() -> None:
+    """Also what the object holds is its own on each rank, such as a list kept across steps."""
+
+    class Remembers(NewestFirst):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[TaskId] = []
+
+        def commit(self, task: TaskId) -> None:
+            self.seen.append(task)
+            super().commit(task)
+
+    given = Remembers()
+    one, other = begun(given, STEP), make_hint(given)
+    one.commit(task("0B2"))
+    assert isinstance(one, Remembers)
+    assert isinstance(other, Remembers)
+    assert (one.seen, other.seen, given.seen) == ([task("0B2")], [], [])
+
+
 @pytest.mark.parametrize("hint", ["zb", "B-Priority", ""])
 def test_an_unknown_name_is_refused_with_the_known_ones(hint: str) -> None:
     """The error quotes the name and lists what would do."""

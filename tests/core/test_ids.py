@@ -56,7 +56,7 @@ def test_edges_and_links_have_a_direction() -> None:
     """An edge is not its reverse, and no link equals an edge between the same numbers."""
     assert Edge(0, 1) != Edge(1, 0)
     assert Link(0, 1) != Link(1, 0)
-    assert Link(0, 1) != Edge(0, 1)
+    assert len({Link(0, 1), Edge(0, 1)}) == 2
     assert (str(Edge(0, 1)), str(Link(1, 0))) == ("0->1", "1=>0")
 
 

@@ -1,7 +1,6 @@
 """What every test of the Runtime must leave behind: nothing."""
 
 import asyncio
-import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -38,7 +37,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
     assert [fabric.open_meetings for fabric in made.fabrics if fabric.open_meetings] == []
     counts = [transfer.statistics() for transfer in made.transfers]
     assert [c for c in counts if c.open_sends or c.open_receives] == [], "open transfers"
-    assert _left_over(threads_before) == []
+    assert left_over_threads(threads_before) == []
 
 
 @pytest.fixture(autouse=True)
@@ -60,18 +59,10 @@ def _note(monkeypatch: pytest.MonkeyPatch, kind: type, into: list) -> None:
     monkeypatch.setattr(kind, "__init__", noting)
 
 
-def _left_over(before: set[threading.Thread]) -> list[str]:
+def left_over_threads(before: set[threading.Thread]) -> list[str]:
     """Our threads that have not ended in time."""
     deadline = time.monotonic() + THREADS_END_WITHIN_S
     ours = [t for t in set(threading.enumerate()) - before if t.name.startswith("rrfp")]
     for thread in ours:
         thread.join(max(0.0, deadline - time.monotonic()))
     return [thread.name for thread in ours if thread.is_alive()]
-
-
-@pytest.fixture
-def collected() -> Iterator[None]:
-    """Garbage of earlier tests is gone before, and of this one after."""
-    gc.collect()
-    yield
-    gc.collect()
