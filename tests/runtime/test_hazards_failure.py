@@ -169,6 +169,20 @@ async def test_an_exception_in_the_optimizer_names_its_rank() -> None:
     assert isinstance(errors[1].__cause__, ArithmeticError)
 
 
+@pytest.mark.xfail(strict=True, reason="the step has been counted as done when the update fails")
+async def test_an_exception_in_the_optimizer_names_its_step() -> None:
+    """The update of step 0 belongs to step 0."""
+    async with r.local_world(1) as [world]:
+        config, loss_fn = r.Config(microbatches=2), nn.functional.mse_loss
+        module, make = nn.Linear(8, 8), BrokenOptimizer
+        async with r.Runtime(
+            module, world=world, config=config, loss_fn=loss_fn, optimizer=make
+        ) as runtime:
+            with pytest.raises(r.StepFailed) as told:
+                await runtime.train_step(torch.ones(4, 8), target=torch.ones(4, 8))
+    assert told.value.step == 0
+
+
 async def test_run_local_raises_the_first_cause_and_ends_the_others() -> None:
     """run_local raises the failed rank's own error, with the original as its cause."""
     case = Case(_stages(1, forward=2), [], microbatches=4)

@@ -1,0 +1,46 @@
+"""The twins of the bus. A second one is added to `TWINS` and runs the same contract."""
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import pytest
+
+from rrfp_async.bus.base import Bus
+from rrfp_async.bus.inproc import InprocHub
+from tests.loops import main_thread_loop
+
+__all__ = ["main_thread_loop"]
+
+
+@dataclass(frozen=True)
+class Buses:
+    """The ends of some ranks, and a way to put raw bytes before one of them."""
+
+    ends: list[Bus]
+    put_frame: Callable[[int, bytes], None]
+
+    def __getitem__(self, rank: int) -> Bus:
+        return self.ends[rank]
+
+
+OpenBuses = Callable[..., contextlib.AbstractAsyncContextManager[Buses]]
+
+
+@contextlib.asynccontextmanager
+async def inproc(n: int, *, mailbox_most: int = 65_536) -> AsyncIterator[Buses]:
+    """`n` ranks of one process."""
+    hub = InprocHub(n, mailbox_most=mailbox_most)
+    ends = [hub.open(rank) for rank in range(n)]
+    yield Buses(ends, hub.put_frame)
+    for end in ends:
+        end.close()
+
+
+TWINS: dict[str, OpenBuses] = {"inproc": inproc}
+
+
+@pytest.fixture(params=list(TWINS))
+def open_buses(request: pytest.FixtureRequest) -> OpenBuses:
+    """How to open the ends of `n` ranks: as an async context, by `open_buses(n)`."""
+    return TWINS[request.param]
