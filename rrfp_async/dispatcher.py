@@ -19,7 +19,7 @@ from rrfp_async.arbiter import Arbiter, Decision
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header, Message
 from rrfp_async.config import Config
-from rrfp_async.errors import ProtocolError, StepFailed
+from rrfp_async.errors import ProtocolError, StepFailed, TransferError
 from rrfp_async.gpu.device import adopt_num_threads
 from rrfp_async.hints import make_hint
 from rrfp_async.ids import Link, TaskId, TaskKind
@@ -28,11 +28,13 @@ from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.kinds import KINDS, TaskContext
 from rrfp_async.tasks.stage import Outgoing, Stage, StageInputs
+from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.records import DispatchRecord
 from rrfp_async.trace.writer import Trace
 from rrfp_async.world import Wires, World
 
 _HELD_MOST = 65_536
+_PROGRESS_EVERY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,8 @@ class Dispatcher:
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
         self._wake = asyncio.Event()
         self._times = _Times()
+        self._journal = Journal(world.clock)
+        self._stall_timeout_s = config.stall_timeout_s
 
     async def run_step(self, request: StepRequest) -> StepReport:
         """Run one step together with every other rank.
@@ -102,12 +106,14 @@ class Dispatcher:
             StepFailed: If anything else ends the step, here or elsewhere.
         """
         self._times = _Times()
+        self._journal.begin_step()
         self._session.open_step(training=request.training)
         try:
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._read())
+                company = [group.create_task(self._read()), group.create_task(self._watch())]
                 report = await self._run(request)
-                reader.cancel()
+                for task in company:
+                    task.cancel()
                 return report
         except BaseExceptionGroup as errors:
             failure = _first_of(errors)
@@ -206,9 +212,11 @@ class Dispatcher:
 
     async def _perform(self, task: TaskId) -> None:
         try:
+            self._journal.note("dispatched", task)
             outcome = await KINDS[task.kind](self._context, task)
         except Exception as error:
-            raise self._session.failed(error, task) from error
+            raise self._session.failed(error, task, self._journal.about(task)) from error
+        self._journal.note("completed", task)
         self._times.compute_s += outcome.finished_s - outcome.started_s
         for outgoing in outcome.outgoing:
             self._depart(task, outgoing)
@@ -241,10 +249,18 @@ class Dispatcher:
         if outgoing.tensors:
             if forward:
                 self._backpressure.send_opened()
-            self._transfer_group().create_task(self._send(header, outgoing))
+            versions = [tensor._version for tensor in outgoing.tensors]
+            self._transfer_group().create_task(self._send(header, outgoing, versions))
 
-    async def _send(self, header: Header, outgoing: Outgoing) -> None:
+    async def _send(self, header: Header, outgoing: Outgoing, versions: list[int]) -> None:
+        """Send an edge's tensors, which must not have changed by the time the receiver has them."""
         await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
+        self._journal.note("sent the result of", header.task)
+        if versions != [tensor._version for tensor in outgoing.tensors]:
+            raise TransferError(
+                f"stage {header.task.stage} changed a tensor of {header.task} in place while it "
+                f"was being sent: return a tensor that later microbatches do not write to"
+            )
         if header.task.kind is TaskKind.F:
             self._backpressure.send_closed()
             self._wake.set()
@@ -265,6 +281,7 @@ class Dispatcher:
             gradients = [None if spec is None else next(present) for spec in header.specs]
             self._stages[edge.source].deliver_gradient(edge, microbatch, gradients)
             ready = self._ready_set.gradient_arrived(edge, microbatch)
+        self._journal.note("received the result of", header.task)
         self._arbiter.add(ready)
         self._wake.set()
 
@@ -282,6 +299,24 @@ class Dispatcher:
         while True:
             source, message = await self._wires.bus.next_message()
             self._handle(source, message)
+
+    async def _watch(self) -> None:
+        """Tell from time to time how far this rank is, so that a stall is found and explained."""
+        before = -1
+        while True:
+            await asyncio.sleep(min(self._stall_timeout_s / 4, _PROGRESS_EVERY_S))
+            events = self._journal.events
+            self._session.report_progress(events, self._report() if events == before else "")
+            before = events
+
+    def _report(self) -> str:
+        """What is ready here, what is waited for, and which transfers are open, in words."""
+        transfers = self._wires.transfer.statistics()
+        ready = ", ".join(sorted(map(str, self._arbiter.ready))[:8]) or "nothing"
+        return (
+            f"{ready} ready; {self._ready_set.summary()}; {transfers.open_sends} sends and "
+            f"{transfers.open_receives} receives open; {self._journal.last()}"
+        )
 
     def _handle(self, source: int, message: Message) -> None:
         """Act on a message now, or hold it until its step and its tasks are there."""

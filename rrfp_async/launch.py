@@ -4,7 +4,9 @@ Knows worlds and coroutines, nothing of steps.
 """
 
 import asyncio
+import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -23,15 +25,47 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> 
     For the duration the interpreter's switch interval is `SWITCH_INTERVAL_S`: at its usual 5 ms a
     compute thread that is busy in Python keeps the loop waiting that long for every wake-up.
     Inside a loop that runs already (a notebook), await your coroutine instead.
+
+    Raises:
+        SystemExit: With status 143 after SIGTERM, once `main` was cancelled and has cleaned up.
+        KeyboardInterrupt: After SIGINT, likewise.
     """
     coroutine = main() if callable(main) else main
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(coroutine)
+            return runner.run(_until_terminated(coroutine))
     finally:
         sys.setswitchinterval(before)
+
+
+async def _until_terminated(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await `coroutine`; on SIGTERM cancel it, so that it can tell its peers, and exit.
+
+    torchrun ends its processes with SIGTERM when one has failed or it was interrupted itself.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        if task is not None:
+            task.cancel()
+
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread and sys.platform != "win32":
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await coroutine
+    except asyncio.CancelledError:
+        if terminated:
+            sys.exit(128 + signal.SIGTERM)
+        raise
+    finally:
+        if on_main_thread and sys.platform != "win32":
+            loop.remove_signal_handler(signal.SIGTERM)
 
 
 async def run_local(

@@ -4,11 +4,11 @@ Checks arguments before anything starts, turns a batch into a request for the di
 steps the optimizer. It does not know in which order tasks run or how anything travels.
 """
 
-import asyncio
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +18,7 @@ import torch
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher, StepReport, StepRequest
 from rrfp_async.errors import DataExhausted, StateError
+from rrfp_async.gpu.completion import WaitingThread
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Batch
 from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages
@@ -101,6 +102,7 @@ class Runtime:
         self.optimizer = build_optimizer(optimizer, self.parameters(), world.rank)
         self._data: Iterator[tuple[Any, Any]] | None = None if data is None else iter(data)
         self._resources = AsyncExitStack()
+        self._data_thread: WaitingThread | None = None
         self._dispatcher: Dispatcher | None = None
         self._session: Session | None = None
         self._busy = False
@@ -125,12 +127,14 @@ class Runtime:
         return self
 
     async def _start(self) -> None:
-        wires = await self._resources.enter_async_context(self._world.connect())
+        wires = await self._resources.enter_async_context(self._world.connect(self._config))
         self._session = Session(
             bus=wires.bus,
             rank=self._world.rank,
             topology=self._world.topology,
             settings=_settings(self._config, self._world),
+            clock=self._world.clock,
+            stall_timeout_s=self._config.stall_timeout_s,
         )
         self._resources.callback(self._session.say_farewell)
         trace = self._resources.enter_context(open_trace(self._config.trace_dir, self._world.rank))
@@ -244,7 +248,10 @@ class Runtime:
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The next of `data=`, fetched on a thread: loading may block."""
         with self._naming_this_rank():
-            item = await asyncio.to_thread(next, data, _NO_MORE)
+            if self._data_thread is None:
+                self._data_thread = WaitingThread(self._world.clock, name="rrfp-data")
+                self._resources.callback(self._data_thread.close)
+            item = (await self._data_thread.submit(partial(next, data, _NO_MORE))).value
         if item is _NO_MORE:
             raise DataExhausted(
                 f"data= of rank {self._world.rank} has no further batch: end the loop earlier or "

@@ -17,6 +17,8 @@ from rrfp_async.bus.messages import (
     Farewell,
     Hello,
     Message,
+    PeerLost,
+    Progress,
     RankDone,
     StepBegin,
     StepEnd,
@@ -39,8 +41,20 @@ class Session:
         steps_done: Steps that have ended well; the number of the current or next one.
     """
 
-    def __init__(self, *, bus: Bus, rank: int, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        rank: int,
+        topology: Topology,
+        settings: Settings,
+        clock: Callable[[], float],
+        stall_timeout_s: float,
+    ) -> None:
         self.steps_done = 0
+        self._clock = clock
+        self._stall_timeout_s = stall_timeout_s
+        self._progressed_s = clock()
         self._bus = bus
         self._rank = rank
         self._world_size = topology.world_size
@@ -52,13 +66,18 @@ class Session:
         self._announced: asyncio.Future[StepBegin] | None = None
         self._ended: asyncio.Future[StepEnd] | None = None
         self._done: dict[int, float | None] = {}
+        self._progress: dict[int, Progress] = {}
+        self._left: set[int] = set()
+        self._heard: StepFailed | None = None
         self._handlers: Mapping[type[Message], Callable[[int, Any], None]] = {
             Hello: self._on_hello,
             StepBegin: self._on_step_begin,
             RankDone: self._on_rank_done,
             StepEnd: self._on_step_end,
+            Progress: self._on_progress,
             Failure: self._on_failure,
             Farewell: self._on_farewell,
+            PeerLost: self._on_peer_lost,
         }
 
     def open_step(self, *, training: bool) -> None:
@@ -68,6 +87,8 @@ class Session:
         self._announced = loop.create_future()
         self._ended = loop.create_future()
         self._done = {}
+        self._progress = {}
+        self._progressed_s = self._clock()
 
     async def begin(self, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
         """Announce the step (on the first rank, with its `sizes`) or wait for its announcement.
@@ -99,13 +120,30 @@ class Session:
         self.steps_done += 1
         return end.loss
 
+    def report_progress(self, events: int, report: str) -> None:
+        """Tell how far this rank is; `report` is what it waits for, if nothing has happened.
+
+        Raises:
+            StepFailed: On the first rank, if no rank has progressed within the stall timeout; on
+                others, if the first rank has not announced the step by then.
+        """
+        progress = Progress(self.steps_done, events, report)
+        if self._rank == FIRST_RANK:
+            self._on_progress(self._rank, progress)
+        else:
+            self._bus.send_nowait(FIRST_RANK, progress)
+            if _open(self._announced).done():
+                return
+        if self._clock() - self._progressed_s >= self._stall_timeout_s:
+            raise StepFailed(rank=FIRST_RANK, step=self.steps_done, cause=self._stalled())
+
     def is_early(self, message: Message) -> bool:
         """Whether `message` belongs to a step that this rank has not opened yet.
 
         Raises:
             ProtocolError: If it belongs to one that has ended.
         """
-        if isinstance(message, Hello | Failure | Farewell):
+        if isinstance(message, Hello | Progress | Failure | Farewell | PeerLost):
             return False
         if message.step < self.steps_done:
             raise ProtocolError(f"{message} came in step {self.steps_done}")
@@ -120,7 +158,9 @@ class Session:
         """
         self._handlers[type(message)](source, message)
 
-    def failed(self, error: BaseException, task: TaskId | None = None) -> StepFailed:
+    def failed(
+        self, error: BaseException, task: TaskId | None = None, records: tuple[str, ...] = ()
+    ) -> StepFailed:
         """`error`, which arose on this rank, as the end of the current step."""
         return StepFailed(
             rank=self._rank,
@@ -129,20 +169,20 @@ class Session:
             task=None if task is None else str(task),
             microbatch=None if task is None else task.microbatch,
             cause=f"{type(error).__name__}: {error}",
+            records=records,
         )
 
     def tell_failure(self, error: BaseException) -> None:
         """Tell every rank of a step that `error` ended, unless another rank told us."""
+        if error is self._heard:
+            return
         failed = error if isinstance(error, StepFailed) else self.failed(error)
-        if failed.rank == self._rank:
-            fields = (failed.stage, failed.task, failed.microbatch, failed.cause)
-            with suppress(BusError):  # the bus may be what failed
-                self._tell_all(Failure(failed.step, failed.rank, *fields))
+        fields = (failed.stage, failed.task, failed.microbatch, failed.cause, failed.records)
+        self._tell_reachable(Failure(failed.step, failed.rank, *fields))
 
     def say_farewell(self) -> None:
         """Tell every rank that this one takes part in no further step."""
-        with suppress(BusError):
-            self._tell_all(Farewell(self.steps_done))
+        self._tell_reachable(Farewell(self.steps_done))
 
     def _on_hello(self, source: int, message: Hello) -> None:
         if message.settings != self._settings:
@@ -170,23 +210,57 @@ class Session:
     def _on_step_end(self, _source: int, message: StepEnd) -> None:
         _settle(self._ended, message)
 
+    def _on_progress(self, source: int, message: Progress) -> None:
+        if message.step != self.steps_done:
+            return
+        before = self._progress.get(source)
+        if before is None or before.events != message.events:
+            self._progressed_s = self._clock()
+        self._progress[source] = message
+
+    def _stalled(self) -> str:
+        """Why the step is given up: what each rank said last."""
+        if self._rank != FIRST_RANK:
+            return f"it has not announced the step within {self._stall_timeout_s} s"
+        reports = []
+        for rank in range(self._world_size):
+            progress = self._progress.get(rank)
+            told = "is not in this step" if progress is None else progress.report or "no report"
+            reports.append(f"rank {rank}: {told}")
+        told = "; ".join(reports)
+        return f"nothing progressed on any rank for {self._stall_timeout_s} s. {told}"
+
     def _on_failure(self, _source: int, message: Failure) -> None:
-        raise StepFailed(
+        self._heard = StepFailed(
             rank=message.rank,
             step=message.step,
             stage=message.stage,
             task=message.task,
             microbatch=message.microbatch,
             cause=message.cause,
+            records=message.records,
         )
+        raise self._heard
 
     def _on_farewell(self, source: int, message: Farewell) -> None:
+        self._left.add(source)
         if message.steps <= self.steps_done:
             raise StepFailed(
                 rank=source,
                 step=self.steps_done,
                 cause=f"it closed its Runtime after {message.steps} steps",
             )
+
+    def _on_peer_lost(self, source: int, message: PeerLost) -> None:
+        if source not in self._left:
+            raise StepFailed(rank=source, step=self.steps_done, cause=message.reason)
+
+    def _tell_reachable(self, message: Message) -> None:
+        """Tell whom it can: some peers, or the bus itself, may be what failed."""
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                with suppress(BusError):
+                    self._bus.send_nowait(rank, message)
 
     def _tell_all(self, message: Message) -> None:
         for rank in range(self._world_size):

@@ -8,12 +8,16 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
 
 from rrfp_async.bus.base import Bus
 from rrfp_async.bus.inproc import InprocHub
+from rrfp_async.config import Config
 from rrfp_async.errors import StateError
+from rrfp_async.gpu.completion import Clock
 from rrfp_async.gpu.delays import DelayedDevice, DelayedTransfer, Delays
-from rrfp_async.gpu.device import Clock, CpuDevice, Device
+from rrfp_async.gpu.device import CpuDevice, Device
 from rrfp_async.gpu.loopback import LoopbackFabric
 from rrfp_async.gpu.transfer import Transfer
 from rrfp_async.topology import Topology
@@ -27,7 +31,7 @@ class Wires:
     transfer: Transfer
 
 
-Connect = Callable[[], AbstractAsyncContextManager[Wires]]
+Connect = Callable[[Config], AbstractAsyncContextManager[Wires]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +43,9 @@ class World:
         topology: Stages and ranks, equal on every rank.
         device: Where this rank computes; shared by its Runtimes.
         clock: Seconds, monotonic.
-        connect: Opens the wires of this rank's next Runtime. The n-th Runtime of every rank share
-            theirs, so each rank must build its Runtimes in the same order.
+        connect: Opens the wires of this rank's next Runtime, given its config. The n-th Runtimes
+            of all ranks share theirs, so each rank must build its Runtimes in the same order.
+        store: A `torch.distributed.Store` that all ranks reach, or None in one process.
     """
 
     rank: int
@@ -48,6 +53,22 @@ class World:
     device: Device
     clock: Clock
     connect: Connect
+    store: Any = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the device's thread end. Twice is harmless."""
+        self.device.close()
 
 
 class _LocalWiring:
@@ -118,15 +139,15 @@ async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator
 
 
 def _connector(wiring: _LocalWiring, rank: int) -> Connect:
-    return lambda: wiring.connect(rank)
+    return lambda _config: wiring.connect(rank)
 
 
 def with_delays(world: World, delays: Delays) -> World:
     """The same world with seeded sleeps before sends and tasks, to shake up the order of things."""
 
     @asynccontextmanager
-    async def connect() -> AsyncIterator[Wires]:
-        async with world.connect() as wires:
+    async def connect(config: Config) -> AsyncIterator[Wires]:
+        async with world.connect(config) as wires:
             yield Wires(wires.bus, DelayedTransfer(wires.transfer, delays))
 
     device = DelayedDevice(world.device, delays)

@@ -17,6 +17,7 @@ from rrfp_async.bus.messages import (
     Header,
     Hello,
     Message,
+    Progress,
     RankDone,
     StepBegin,
     StepEnd,
@@ -133,7 +134,9 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
             "task": _optional(_text),
             "microbatch": _optional(_count),
             "cause": _text,
+            "records": _list_of(_text),
         },
+        Progress: {"step": _count, "events": _count, "report": _text},
         Farewell: {"steps": _count},
     }
 )

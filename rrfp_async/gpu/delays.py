@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rrfp_async.gpu.device import Computed, Device, T
+from rrfp_async.gpu.completion import Computed, T
+from rrfp_async.gpu.device import Device
 from rrfp_async.gpu.transfer import Transfer, TransferStatistics
 from rrfp_async.ids import Link, TaskId, TensorSpec
 
