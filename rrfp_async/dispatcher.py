@@ -8,7 +8,8 @@ split, what a module computes, or when the optimizer steps.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,6 +36,7 @@ from rrfp_async.world import Wires, World
 
 _HELD_MOST = 65_536
 _PROGRESS_EVERY_S = 5.0
+_EXPLAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,8 @@ class Dispatcher:
 
     async def _send(self, header: Header, outgoing: Outgoing, versions: list[int]) -> None:
         """Send an edge's tensors, which must not have changed by the time the receiver has them."""
-        await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
+        async with self._explained():
+            await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
         self._journal.note("sent the result of", header.task)
         if versions != [tensor._version for tensor in outgoing.tensors]:
             raise TransferError(
@@ -267,8 +270,18 @@ class Dispatcher:
 
     async def _receive(self, header: Header) -> None:
         specs = [spec for spec in header.specs if spec is not None]
-        tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
+        async with self._explained():
+            tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
         self._deliver(header, tensors)
+
+    @asynccontextmanager
+    async def _explained(self) -> AsyncIterator[None]:
+        """Let the bus speak first where a transfer breaks: it knows whether the peer is gone."""
+        try:
+            yield
+        except TransferError:
+            await asyncio.sleep(_EXPLAIN_S)
+            raise
 
     def _deliver(self, header: Header, tensors: list[torch.Tensor]) -> None:
         edge, microbatch = header.edge, header.task.microbatch

@@ -18,6 +18,9 @@ T = TypeVar("T")
 SWITCH_INTERVAL_S = 0.0005
 """The interpreter's thread switch interval under `run`, in seconds. See docs/design.md."""
 
+TERM_GRACE_S = 3.0
+"""How long after SIGTERM `run` lets its program end by itself, in seconds."""
+
 
 def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run `main`, a coroutine or a function that returns one, on a new uvloop; return its result.
@@ -41,9 +44,10 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> 
 
 
 async def _until_terminated(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await `coroutine`; on SIGTERM cancel it, so that it can tell its peers, and exit.
+    """Await `coroutine`; on SIGTERM cancel it a little later, so that it can tell its peers.
 
-    torchrun ends its processes with SIGTERM when one has failed or it was interrupted itself.
+    torchrun ends its processes with SIGTERM as soon as one of them has died, often before the
+    others know why. Given that little time, they end by themselves and name the cause.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     terminated = False
@@ -52,7 +56,7 @@ async def _until_terminated(coroutine: Coroutine[Any, Any, T]) -> T:
         nonlocal terminated
         terminated = True
         if task is not None:
-            task.cancel()
+            loop.call_later(TERM_GRACE_S, task.cancel)
 
     on_main_thread = threading.current_thread() is threading.main_thread()
     if on_main_thread and sys.platform != "win32":

@@ -300,9 +300,9 @@ class ZeroMqBus(Bus):
         for task in self._tasks:
             task.cancel()
         self._gate.stop()
-        for dealer in self._dealers.values():
+        for rank, dealer in self._dealers.items():
             dealer.disable_monitor()
-            dealer.close(linger=_LINGER_MS)
+            dealer.close(linger=0 if rank in self._lost else _LINGER_MS)
         for socket in (*self._monitors, self._router):
             socket.close(linger=0)
 

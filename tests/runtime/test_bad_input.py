@@ -176,7 +176,9 @@ FIRST_RANK_STEPS: list[Any] = [
 
 
 @pytest.mark.parametrize(
-    ("call", "message"), [case[1:] for case in FIRST_RANK_STEPS], ids=[c[0] for c in FIRST_RANK_STEPS]
+    ("call", "message"),
+    [case[1:] for case in FIRST_RANK_STEPS],
+    ids=[c[0] for c in FIRST_RANK_STEPS],
 )
 async def test_bad_inputs_on_the_first_rank_end_the_step_on_all(call: Call, message: str) -> None:
     """Rank 0 raises a ValueError that names the values; the others a StepFailed that names it."""

@@ -58,9 +58,7 @@ def gated(
     world: r.World, gate: asyncio.Event, held: Callable[[Link, int], bool] = lambda *_: True
 ) -> r.World:
     """A world whose sends wait for `gate`, those that `held` picks."""
-    return rewired(
-        world, lambda wires: Wires(wires.bus, GatedTransfer(wires.transfer, held, gate))
-    )
+    return rewired(world, lambda wires: Wires(wires.bus, GatedTransfer(wires.transfer, held, gate)))
 
 
 class WatchedBus(Bus):
