@@ -51,16 +51,25 @@ class Arbiter:
     def __init__(self, hint: HintOrder, backpressure: Backpressure) -> None:
         self._hint = hint
         self._backpressure = backpressure
+        self._coming: set[TaskId] = set()
         self._ready: set[TaskId] = set()
 
     def begin_step(self, tasks: Sequence[TaskId]) -> None:
         """Start a step whose tasks on this rank are `tasks`; none of them is ready yet."""
         self._hint.begin_step(tasks)
+        self._coming = set(tasks)
         self._ready.clear()
 
     def add(self, tasks: Iterable[TaskId]) -> None:
-        """Note that `tasks` have become ready."""
+        """Note that `tasks` have become ready.
+
+        Raises:
+            ProtocolError: If one is not of this step, is ready already, or was dispatched.
+        """
         for task in tasks:
+            if task not in self._coming:
+                raise ProtocolError(f"task {task} became ready, but is not one that is to come")
+            self._coming.remove(task)
             self._ready.add(task)
             self._hint.add(task)
 
@@ -85,11 +94,14 @@ class Arbiter:
         """Carry out a choice: the task is no longer ready, and a forward takes a place.
 
         Raises:
-            ProtocolError: If the decision holds no task, or one that is not ready (any more).
+            ProtocolError: If the decision holds no task, or one that is not ready or not
+                admissible (any more).
         """
         task = decision.task
         if task is None or task not in self._ready:
             raise ProtocolError(f"decision {decision} cannot be committed: its task is not ready")
+        if not self._backpressure.admissible()(task):
+            raise ProtocolError(f"decision {decision} cannot be committed: no room for its task")
         self._ready.remove(task)
         self._hint.commit(task)
         self._backpressure.decided(task)

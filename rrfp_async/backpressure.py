@@ -14,6 +14,7 @@ this rank's sends are open.
 This file knows counts. It does not know which tasks are ready or what an activation weighs.
 """
 
+from rrfp_async.errors import ProtocolError
 from rrfp_async.hints import Admissible
 from rrfp_async.ids import TaskId, TaskKind
 
@@ -67,8 +68,14 @@ class Backpressure:
             self.peak = max(self.peak, self.in_flight)
 
     def completed(self, task: TaskId) -> None:
-        """Note that `task` has run: an accumulated gradient frees the forward's place."""
+        """Note that `task` has run: an accumulated gradient frees the forward's place.
+
+        Raises:
+            ProtocolError: If no forward holds a place.
+        """
         if task.kind is TaskKind.B:
+            if not self.in_flight:
+                raise ProtocolError(f"{task} completed, but no forward was in flight")
             self.in_flight -= 1
 
     def send_opened(self) -> None:
@@ -76,5 +83,11 @@ class Backpressure:
         self.open_sends += 1
 
     def send_closed(self) -> None:
-        """Note that its receiver has it."""
+        """Note that its receiver has it.
+
+        Raises:
+            ProtocolError: If no send was open.
+        """
+        if not self.open_sends:
+            raise ProtocolError("a send closed, but none was open")
         self.open_sends -= 1

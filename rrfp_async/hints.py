@@ -46,6 +46,14 @@ class HintOrder(ABC):
     One instance serves one rank: the Runtime works on a copy of the object it is given.
     """
 
+    @property
+    def name(self) -> str:
+        """What ranks compare to be sure they use the same order; the class's name.
+
+        Override it where instances of the class differ, to tell them apart.
+        """
+        return type(self).__name__
+
     @abstractmethod
     def begin_step(self, tasks: Sequence[TaskId]) -> None:
         """Forget the last step; `tasks` are all that this rank will run in this one."""
@@ -270,7 +278,7 @@ def make_hint(hint: Any) -> HintOrder:
         ValueError: If the name is not in `HINTS` or the object is no `HintOrder`.
     """
     if isinstance(hint, HintOrder):
-        return copy.deepcopy(hint)
+        return _copy_of(hint)
     if isinstance(hint, str) and hint in HINTS:
         return HINTS[hint]()
     known = ", ".join(HINTS)
@@ -283,5 +291,15 @@ def make_hint(hint: Any) -> HintOrder:
 
 
 def hint_name(hint: str | HintOrder) -> str:
-    """What a hint is called in messages and results: its name, or its class."""
-    return hint if isinstance(hint, str) else type(hint).__name__
+    """What a hint is called in messages, and by what ranks compare theirs."""
+    return hint if isinstance(hint, str) else hint.name
+
+
+def _copy_of(hint: HintOrder) -> HintOrder:
+    try:
+        return copy.deepcopy(hint)
+    except Exception as error:  # whatever its parts raise
+        raise ValueError(
+            f"hint {hint.name!r} cannot be copied ({error}), but every rank works on a copy of "
+            f"its own: keep only plain data in it, or define __deepcopy__"
+        ) from error

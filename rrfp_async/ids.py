@@ -7,7 +7,7 @@ import enum
 import re
 from dataclasses import dataclass
 
-_TASK = re.compile(r"(\d+)([FBIWR])(\d+)")
+_TASK = re.compile(r"(0|[1-9][0-9]*)([FBIWR])(0|[1-9][0-9]*)")
 
 
 class TaskKind(enum.Enum):

@@ -37,6 +37,7 @@ class Topology:
             raise ValueError(f"pp={self.pp!r} must be an int of at least 1: give the rank count")
         if self.edges is None:
             object.__setattr__(self, "edges", _chain(self.pp))
+        object.__setattr__(self, "edges", tuple(self.graph))
         self._check_edges()
 
     def _check_edges(self) -> None:

@@ -59,7 +59,6 @@ class Pipeline:
 
     def run_step(self, step: Step) -> Ledger:
         """Let things happen until nothing can any more."""
-        self._step = step
         self._ledger = Ledger(self._case, step)
         for rank in self._ranks:
             rank.begin_step(step)
@@ -125,10 +124,9 @@ class Pipeline:
                 self._pool.append(partial(self._gradient_delivered, edge, task.microbatch))
 
     def _send_activation(self, rank: Rank, edge: Edge, microbatch: int) -> None:
-        if not self._step.backward:
-            rank.backpressure.send_opened()
-            self._ledger.open_sends[rank.rank] += 1
-            self._check_counts(rank)
+        rank.backpressure.send_opened()
+        self._ledger.open_sends[rank.rank] += 1
+        self._check_counts(rank)
         self._pool.append(partial(self._activation_delivered, edge, microbatch))
 
     def _activation_delivered(self, edge: Edge, microbatch: int) -> None:
@@ -137,11 +135,10 @@ class Pipeline:
         ready = receiver.ready_set.activation_arrived(edge, microbatch)
         expected = self._ledger.arrive(TaskKind.F, edge.source, edge.target, microbatch)
         self._became_ready(receiver, ready, expected)
-        if not self._step.backward:
-            sender.backpressure.send_closed()
-            self._ledger.open_sends[sender.rank] -= 1
-            self._check_counts(sender)
-            self._wake(sender)
+        sender.backpressure.send_closed()
+        self._ledger.open_sends[sender.rank] -= 1
+        self._check_counts(sender)
+        self._wake(sender)
 
     def _gradient_delivered(self, edge: Edge, microbatch: int) -> None:
         receiver = self._ranks[edge.source]

@@ -189,3 +189,26 @@ def test_an_order_that_is_no_list_needs_neither_positions_nor_ahead_of() -> None
     assert first == Decision(task("0F2"), None, 3, (), Reason.FIRST)
     arbiter.commit(first)
     assert arbiter.choose().task == task("0F0")
+
+
+def test_a_decision_whose_room_was_taken_meanwhile_cannot_be_committed() -> None:
+    """Of two decisions made at the same state, the second must not take the place kept for u."""
+    arbiter, _ = listed("0F2 0F1 0F0 0B0 0B1 0B2", limit=2)
+    arbiter.add(tasks("0F1"))
+    first = arbiter.choose()
+    arbiter.add(tasks("0F2"))
+    arbiter.commit(arbiter.choose())
+    with pytest.raises(ProtocolError, match="no room for its task"):
+        arbiter.commit(first)
+
+
+@pytest.mark.parametrize("word", ["0F0", "0F1", "7F7"])
+def test_a_task_that_is_not_to_come_cannot_become_ready(word: str) -> None:
+    """Ready already, dispatched already, or of no step: an error, and nothing has changed."""
+    arbiter, _ = listed("0F0 0F1 0B0 0B1")
+    arbiter.add(tasks("0F0"))
+    arbiter.commit(arbiter.choose())
+    arbiter.add(tasks("0F1"))
+    with pytest.raises(ProtocolError, match=word):
+        arbiter.add(tasks(word))
+    assert arbiter.choose().ready == 1

@@ -3,6 +3,7 @@
 import pytest
 
 from rrfp_async.backpressure import Backpressure
+from rrfp_async.errors import ProtocolError
 from rrfp_async.hints import Admissible
 from rrfp_async.ids import TaskId, TaskKind
 from tests.core.words import task, tasks, words
@@ -166,3 +167,13 @@ def test_open_sends_hold_nothing_back_in_a_training_step() -> None:
     for _ in range(5):
         backpressure.send_opened()
     assert admitted(backpressure, 2) == "0F0 0F1"
+
+
+def test_what_did_not_begin_cannot_end() -> None:
+    """A backward without a forward in flight, or a send closed twice, would widen the bound."""
+    backpressure = begun(2)
+    with pytest.raises(ProtocolError, match="0B0"):
+        backpressure.completed(task("0B0"))
+    with pytest.raises(ProtocolError, match="none was open"):
+        backpressure.send_closed()
+    assert (backpressure.in_flight, backpressure.open_sends) == (0, 0)

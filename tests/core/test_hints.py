@@ -1,8 +1,18 @@
 """The named hint orders and how one is made: they rank, and only a commit moves them."""
 
+import threading
+
 import pytest
 
-from rrfp_async.hints import HINTS, Admissible, HintOrder, RankedHint, hint_name, make_hint
+from rrfp_async.hints import (
+    HINTS,
+    Admissible,
+    DirectionPriority,
+    HintOrder,
+    RankedHint,
+    hint_name,
+    make_hint,
+)
 from rrfp_async.ids import TaskId, TaskKind
 from tests.core.words import task, tasks, words
 
@@ -244,7 +254,7 @@ def test_an_object_without_the_base_class_is_refused_with_the_known_names() -> N
 
     for hint in (Duck(), NewestFirst, HINTS["bf"]):
         with pytest.raises(ValueError, match="HintOrder") as caught:
-            make_hint(hint)  # type: ignore[arg-type]
+            make_hint(hint)
         assert type(hint).__name__ in str(caught.value)
         assert all(name in str(caught.value) for name in HINTS)
 
@@ -253,3 +263,30 @@ def test_a_hint_is_called_by_its_name_or_by_its_class() -> None:
     """What messages and results show."""
     assert hint_name("bf") == "bf"
     assert hint_name(NewestFirst()) == "NewestFirst"
+
+
+def test_a_hint_that_cannot_be_copied_is_refused_with_what_to_do() -> None:
+    """A lock in its state, say: every rank needs a copy of its own."""
+
+    class Locked(DirectionPriority):
+        def __init__(self) -> None:
+            super().__init__(forward_first=True)
+            self.lock = threading.Lock()
+
+    with pytest.raises(ValueError, match=r"cannot be copied .*keep only plain data"):
+        make_hint(Locked())
+
+
+def test_a_hint_may_name_itself_so_that_ranks_can_tell_instances_apart() -> None:
+    """What ranks compare is the name, by default the class's."""
+
+    class Tuned(DirectionPriority):
+        def __init__(self, weight: int) -> None:
+            super().__init__(forward_first=True)
+            self.weight = weight
+
+        @property
+        def name(self) -> str:
+            return f"Tuned({self.weight})"
+
+    assert hint_name(Tuned(1)) == "Tuned(1)" != hint_name(Tuned(2))

@@ -78,3 +78,10 @@ def test_ids_cannot_be_changed(value: object, field: str) -> None:
 def test_a_tensor_wants_no_gradient_unless_it_says_so() -> None:
     """The default of a spec is the shape of a token or label tensor."""
     assert not TensorSpec((4,), "int64").requires_grad
+
+
+@pytest.mark.parametrize("word", ["٢F5", "02F5", "2F05", "2F-1"])
+def test_a_task_has_one_word_only(word: str) -> None:
+    """Other digits and leading zeros are refused, so words can be compared as tasks."""
+    with pytest.raises(ValueError, match="is no task"):
+        TaskId.parse(word)

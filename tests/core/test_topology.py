@@ -92,3 +92,9 @@ def test_edges_left_empty_are_not_the_default_chain() -> None:
     assert Topology(1, ()).graph == ()
     with pytest.raises(ValueError, match="stage 0 has no edge out"):
         Topology(2, ())
+
+
+def test_edges_given_as_a_list_make_the_same_topology() -> None:
+    """Equal and hashable, whatever sequence they came in."""
+    assert Topology(2, [Edge(0, 1)]) == Topology(2)
+    assert hash(Topology(2, [Edge(0, 1)])) == hash(Topology(2))
