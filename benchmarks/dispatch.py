@@ -28,7 +28,8 @@ from rrfp_async.arbiter import Arbiter
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.base import Bus, BusStatistics
 from rrfp_async.bus.messages import Header, Message
-from rrfp_async.gpu.device import Computed, Device, T
+from rrfp_async.gpu.completion import Computed, T
+from rrfp_async.gpu.device import Device
 from rrfp_async.gpu.transfer import Transfer, TransferStatistics
 from rrfp_async.hints import HINTS, make_hint
 from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
@@ -160,8 +161,8 @@ def probed(world: World, times: Clockings, microbatches: int) -> World:
     """`world` with a probe at every point of the path."""
 
     @asynccontextmanager
-    async def connect() -> AsyncIterator[Wires]:
-        async with world.connect() as wires:
+    async def connect(config: rrfp_async.Config) -> AsyncIterator[Wires]:
+        async with world.connect(config) as wires:
             bus, transfer = ProbeBus(wires.bus, times), wires.transfer
             yield Wires(bus, ProbeTransfer(transfer, times, microbatches))
 

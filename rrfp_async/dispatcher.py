@@ -27,7 +27,7 @@ from rrfp_async.ids import Link, TaskId, TaskKind
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
-from rrfp_async.tasks.kinds import KINDS, TaskContext
+from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
 from rrfp_async.tasks.stage import Outgoing, Stage, StageInputs
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.records import DispatchRecord
@@ -97,6 +97,7 @@ class Dispatcher:
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
         self._wake = asyncio.Event()
         self._times = _Times()
+        self._free_since_s = 0.0
         self._journal = Journal(world.clock)
         self._stall_timeout_s = config.stall_timeout_s
 
@@ -219,11 +220,23 @@ class Dispatcher:
         except Exception as error:
             raise self._session.failed(error, task, self._journal.about(task)) from error
         self._journal.note("completed", task)
-        self._times.compute_s += outcome.finished_s - outcome.started_s
-        for outgoing in outcome.outgoing:
-            self._depart(task, outgoing)
+        if outcome.computed.finish is None:
+            self._leave(task, outcome, outcome.computed.finished_s)
+        else:  # launched: what comes next here may be launched behind it, headers must wait
+            self._transfer_group().create_task(self._leave_later(task, outcome))
         self._backpressure.completed(task)
         self._arbiter.add(self._ready_set.completed(task))
+
+    async def _leave_later(self, task: TaskId, outcome: Outcome) -> None:
+        if outcome.computed.finish is not None:
+            self._leave(task, outcome, await outcome.computed.finish)
+
+    def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
+        """The task has left the device: count its time there, and send what it made."""
+        self._times.compute_s += finished_s - max(outcome.computed.started_s, self._free_since_s)
+        self._free_since_s = finished_s
+        for outgoing in outcome.outgoing:
+            self._depart(task, outgoing)
 
     async def _losses(self) -> list[float]:
         """The last stage's losses, read where their tensors are; nothing on other ranks."""
@@ -272,6 +285,7 @@ class Dispatcher:
         specs = [spec for spec in header.specs if spec is not None]
         async with self._explained():
             tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
+        self._world.device.adopt(tensors)
         self._deliver(header, tensors)
 
     @asynccontextmanager

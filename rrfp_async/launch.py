@@ -73,7 +73,11 @@ async def _until_terminated(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def run_local(
-    n: int, main: Callable[[World], Awaitable[T]], *, topology: Topology | None = None
+    n: int,
+    main: Callable[[World], Awaitable[T]],
+    *,
+    topology: Topology | None = None,
+    device: str = "cpu",
 ) -> list[T]:
     """Run `main(world)` for every rank of a local world of `n` ranks at once.
 
@@ -85,7 +89,7 @@ async def run_local(
     """
     failure: BaseException | None = None
     tasks: list[asyncio.Task[T]] = []
-    async with local_world(n, topology) as worlds:
+    async with local_world(n, topology, device=device) as worlds:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_call(main, world)) for world in worlds]

@@ -7,12 +7,13 @@ every other rank, at most `config.peer_timeout_s`.
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed.distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
@@ -20,7 +21,7 @@ from rrfp_async.bus.directory import Directory
 from rrfp_async.bus.zeromq import Place, open_zeromq
 from rrfp_async.config import Config
 from rrfp_async.gpu.completion import WaitingThread
-from rrfp_async.gpu.device import CpuDevice
+from rrfp_async.gpu.device import make_device
 from rrfp_async.gpu.group_transfer import GroupTransfer
 from rrfp_async.gpu.links import Communicator, open_links
 from rrfp_async.ids import Link
@@ -101,16 +102,18 @@ class Launch:
         return address
 
 
-def torchrun_world(topology: Topology | None = None) -> World:
-    """This process's world, from torchrun's environment. Tensors are on the CPU, over gloo.
+def torchrun_world(topology: Topology | None = None, *, device: str = "cpu") -> World:
+    """This process's world, from torchrun's environment.
 
     Use it as an async context manager, or keep it for the life of the process.
 
     Args:
         topology: The stages and ranks; by default a chain with one stage for each rank.
+        device: `"cpu"`, with tensors over gloo, or `"cuda"`, with GPU LOCAL_RANK and NCCL.
 
     Raises:
-        ValueError: If torchrun's variables are missing, or the number of ranks does not fit.
+        ValueError: If torchrun's variables are missing, or the number of ranks or the device does
+            not fit.
     """
     launch = Launch.from_environment(os.environ)
     topology = Topology(launch.world_size) if topology is None else topology
@@ -119,18 +122,39 @@ def torchrun_world(topology: Topology | None = None) -> World:
             f"topology has {topology.world_size} ranks, torchrun started {launch.world_size}: "
             f"start with --nproc-per-node and --nnodes that multiply to {topology.world_size}"
         )
+    if device == "cuda":
+        _prepare_cuda(os.environ)
+    place = make_device(device, launch.local_rank, time.perf_counter)
     store, _, _ = next(iter(rendezvous("env://")))
-    wiring = _Wiring(launch, launch.address(), topology, store)
-    device = CpuDevice(time.perf_counter)
-    return World(launch.rank, topology, device, time.perf_counter, wiring.connect, store)
+    wiring = _Wiring(launch, topology, store, place.torch_device)
+    return World(launch.rank, topology, place, time.perf_counter, wiring.connect, store)
+
+
+def _prepare_cuda(environment: MutableMapping[str, str]) -> None:
+    """Settings that must stand before CUDA and NCCL start. Not yet run on a GPU.
+
+    With streams that share a hardware queue, a transfer that waits for a peer would hold up the
+    computation that the peer waits for. NCCL's own error handling would end the process before it
+    can tell its peers the cause.
+    """
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING"):
+        if environment.get(name) == "1":
+            raise ValueError(
+                f"{name}=1 makes streams wait for one another, which deadlocks a pipeline: unset it"
+            )
+    environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
 class _Wiring:
     """Connects the Runtimes of one process, each under keys of its own."""
 
-    def __init__(self, launch: Launch, host: str, topology: Topology, store: Any) -> None:
+    def __init__(
+        self, launch: Launch, topology: Topology, store: Any, device: torch.device
+    ) -> None:
         self._launch = launch
-        self._host = host
+        self._host = launch.address()
+        self._device = device
         self._topology = topology
         self._store = store
         self._opened = 0
@@ -149,7 +173,9 @@ class _Wiring:
         )
         async with open_zeromq(place, directory, peer_timeout_s=timeout_s) as bus:
             groups = await self._connect_links(store, timeout_s)
-            transfer = GroupTransfer(groups, rank=launch.rank, clock=time.perf_counter)
+            transfer = GroupTransfer(
+                groups, rank=launch.rank, device=self._device, clock=time.perf_counter
+            )
             try:
                 yield Wires(bus, transfer)
             finally:
@@ -164,6 +190,7 @@ class _Wiring:
             rank=self._launch.rank,
             store=store,
             host=self._host,
+            device=self._device,
             timeout_s=timeout_s,
         )
         try:

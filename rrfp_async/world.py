@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from rrfp_async.bus.base import Bus
 from rrfp_async.bus.inproc import InprocHub
 from rrfp_async.config import Config
 from rrfp_async.errors import StateError
 from rrfp_async.gpu.completion import Clock
 from rrfp_async.gpu.delays import DelayedDevice, DelayedTransfer, Delays
-from rrfp_async.gpu.device import CpuDevice, Device
+from rrfp_async.gpu.device import Device, make_device
 from rrfp_async.gpu.loopback import LoopbackFabric
 from rrfp_async.gpu.transfer import Transfer
 from rrfp_async.topology import Topology
@@ -107,15 +109,19 @@ class _LocalWiring:
 
 
 @asynccontextmanager
-async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator[list[World]]:
+async def local_world(
+    n: int, topology: Topology | None = None, *, device: str = "cpu"
+) -> AsyncIterator[list[World]]:
     """The worlds of `n` ranks in this process, on the running event loop.
 
-    Tensors are on the CPU; each rank computes on a thread of its own, which ends with the context.
-    A step that is running on some rank when the context is left fails there.
+    Each rank computes on a thread of its own, which ends with the context. A step that is running
+    on some rank when the context is left fails there.
 
     Args:
         n: The number of ranks.
         topology: Their stages; by default a chain of `n` stages, one a rank.
+        device: `"cpu"`, or `"cuda"`: then ranks are spread over the GPUs there are, each with a
+            stream of its own.
 
     Raises:
         ValueError: If `n` is below 1 or does not fit the topology.
@@ -126,7 +132,11 @@ async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator
             f"topology has {topology.world_size} ranks, n={n} were asked for: make them equal"
         )
     wiring = _LocalWiring(n)
-    devices = [CpuDevice(time.perf_counter, name=f"rrfp-compute-{rank}") for rank in range(n)]
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    devices = [
+        make_device(device, rank % max(gpus, 1), time.perf_counter, name=f"rrfp-compute-{rank}")
+        for rank in range(n)
+    ]
     try:
         yield [
             World(rank, topology, devices[rank], time.perf_counter, _connector(wiring, rank))
@@ -134,8 +144,8 @@ async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator
         ]
     finally:
         wiring.close()
-        for device in devices:
-            device.close()
+        for place in devices:
+            place.close()
 
 
 def _connector(wiring: _LocalWiring, rank: int) -> Connect:

@@ -24,11 +24,20 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Computed(Generic[T]):
-    """What a function returned and when it ran, in seconds of the world's clock."""
+    """What a function returned and when it ran.
+
+    Attributes:
+        value: What it returned.
+        started_s: When it began, in seconds of the world's clock.
+        finished_s: When it had returned.
+        finish: None where it was then done. Where it had only launched work on a device, the time
+            that work is done, to be awaited.
+    """
 
     value: T
     started_s: float
     finished_s: float
+    finish: "asyncio.Future[float] | None" = None
 
 
 @dataclass(slots=True)

@@ -91,6 +91,10 @@ class DelayedDevice(Device):
 
         return await self._inner.run(delayed, task=task)
 
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """As the inner device does."""
+        self._inner.adopt(tensors)
+
     def close(self) -> None:
         """Close the inner device."""
         self._inner.close()

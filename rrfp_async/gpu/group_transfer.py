@@ -1,13 +1,18 @@
-"""Transfers over process groups: gloo between CPUs.
+"""Transfers over process groups: gloo between CPUs, NCCL between GPUs.
 
 Each link has a thread per end that posts and waits, one transfer after another: gloo's sends block
-for milliseconds, and its work never reports completion by itself. Order on a link is the sequence
+for milliseconds, and its work never reports completion by itself. NCCL's is enqueued on a stream
+of the link, which the thread then waits for; the header has told the receiver by then, so no
+kernel spins for a peer that does not come. Order on a link is the sequence
 number, whatever order `send` and `receive` are awaited in.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -42,18 +47,39 @@ class _Turns:
 class _End:
     """This rank's end of one link: its thread and its turns."""
 
-    def __init__(self, link: Link, rank: int, group: Communicator, clock: Clock) -> None:
-        self.peer = peer_of(link, rank)
-        self.group = group
+    def __init__(
+        self, link: Link, rank: int, group: Communicator, device: torch.device, clock: Clock
+    ) -> None:
+        self._peer = peer_of(link, rank)
+        self._group = group
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
         self._thread = WaitingThread(clock, name=f"rrfp-link-{link}")
         self._turns = _Turns()
 
-    async def run(self, sequence: int, job: Callable[[], None]) -> None:
-        """Run `job` on the link's thread as number `sequence`."""
+    async def send(self, sequence: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Send as number `sequence`."""
+        await self._run(sequence, partial(self._post, self._group.send, tensors))
+
+    async def receive(self, sequence: int, buffers: Sequence[torch.Tensor]) -> None:
+        """Fill `buffers` with number `sequence`."""
+        await self._run(sequence, partial(self._post, self._group.recv, buffers))
+
+    async def _run(self, sequence: int, job: Callable[[], None]) -> None:
         await self._turns.wait(sequence)
         done = self._thread.submit(job)
         self._turns.advance()
         await done
+
+    def _post(self, start: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
+        """Post and wait, on the link's thread. Tensors without elements travel by their spec."""
+        with torch.cuda.stream(self._stream):
+            for tensor in tensors:
+                if tensor.numel():
+                    start([tensor], self._peer, 0).wait(_FOREVER)
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def close(self) -> None:
         self._thread.close()
@@ -62,8 +88,18 @@ class _End:
 class GroupTransfer(Transfer):
     """One rank's end of its links over process groups from `links.open_links`."""
 
-    def __init__(self, groups: Mapping[Link, Communicator], *, rank: int, clock: Clock) -> None:
-        self._ends = {link: _End(link, rank, group, clock) for link, group in groups.items()}
+    def __init__(
+        self,
+        groups: Mapping[Link, Communicator],
+        *,
+        rank: int,
+        device: torch.device,
+        clock: Clock,
+    ) -> None:
+        self._device = device
+        self._ends = {
+            link: _End(link, rank, group, device, clock) for link, group in groups.items()
+        }
         self._open_sends = 0
         self._open_receives = 0
         self._completed = 0
@@ -74,40 +110,29 @@ class GroupTransfer(Transfer):
 
     async def send(self, link: Link, sequence: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send on the link's thread; see `Transfer.send`."""
-        end = self._ends[link]
-
-        def post() -> None:
-            for tensor in _with_bytes(tensors):
-                end.group.send([tensor], end.peer, 0).wait(_FOREVER)
-
         self._open_sends += 1
         try:
-            await end.run(sequence, post)
-            self._completed += 1
-        except RuntimeError as error:
-            raise TransferError(f"number {sequence} on link {link} was cut off: {error}") from error
+            with _naming(link, sequence):
+                await self._ends[link].send(sequence, tensors)
         finally:
             self._open_sends -= 1
+        self._completed += 1
 
     async def receive(
         self, link: Link, sequence: int, specs: Sequence[TensorSpec]
     ) -> list[torch.Tensor]:
         """Receive on the link's thread into buffers of exactly the announced size."""
-        end = self._ends[link]
-        buffers = [torch.empty(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in specs]
-
-        def post() -> None:
-            for buffer in _with_bytes(buffers):
-                end.group.recv([buffer], end.peer, 0).wait(_FOREVER)
-
+        buffers = [
+            torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
+            for spec in specs
+        ]
         self._open_receives += 1
         try:
-            await end.run(sequence, post)
-            self._completed += 1
-        except RuntimeError as error:
-            raise TransferError(f"number {sequence} on link {link} was cut off: {error}") from error
+            with _naming(link, sequence):
+                await self._ends[link].receive(sequence, buffers)
         finally:
             self._open_receives -= 1
+        self._completed += 1
         return buffers
 
     def statistics(self) -> TransferStatistics:
@@ -120,5 +145,10 @@ class GroupTransfer(Transfer):
             end.close()
 
 
-def _with_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor for tensor in tensors if tensor.numel()]
+@contextmanager
+def _naming(link: Link, sequence: int) -> Iterator[None]:
+    """Turn what a process group raises into an error that names the transfer."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferError(f"number {sequence} on link {link} was cut off: {error}") from error

@@ -17,6 +17,8 @@ from rrfp_async.errors import TransferError
 from rrfp_async.ids import Link
 
 _SENDER, _RECEIVER = 0, 1
+_CTAS_MOST = 4
+_FOREVER = timedelta(days=1)
 
 
 class Communicator(Protocol):
@@ -30,15 +32,22 @@ class Communicator(Protocol):
 
 
 def open_links(
-    links: Sequence[Link], *, rank: int, store: Any, host: str, timeout_s: float
+    links: Sequence[Link],
+    *,
+    rank: int,
+    store: Any,
+    host: str,
+    device: torch.device,
+    timeout_s: float,
 ) -> dict[Link, Communicator]:
-    """Connect every link of `rank` over gloo; blocks until the other ends are there.
+    """Connect every link of `rank`, over gloo or NCCL; blocks until the other ends are there.
 
     Args:
         links: All links of the run, equal and equally ordered on every rank.
         rank: This rank.
         store: A `torch.distributed.Store` shared by all ranks; keys are private to this Runtime.
         host: The address of this rank's interface that its peers reach.
+        device: Where tensors live: gloo serves the CPU, NCCL a GPU.
         timeout_s: How long the other end of a link may take, in seconds.
 
     Raises:
@@ -48,7 +57,13 @@ def open_links(
     for link in links:
         if rank in (link.source, link.target):
             try:
-                groups[link] = _gloo(link, rank, store, host, timeout_s)
+                member = _SENDER if rank == link.source else _RECEIVER
+                prefixed = c10d.PrefixStore(f"link/{link.source}-{link.target}", store)
+                groups[link] = (
+                    _nccl(prefixed, member, device)
+                    if device.type == "cuda"
+                    else _gloo(prefixed, member, host, timeout_s)
+                )
             except (RuntimeError, ValueError) as error:
                 raise TransferError(
                     f"rank {rank} cannot connect link {link} from {host} within {timeout_s} s: "
@@ -62,13 +77,30 @@ def peer_of(link: Link, rank: int) -> int:
     return _RECEIVER if rank == link.source else _SENDER
 
 
-def _gloo(link: Link, rank: int, store: Any, host: str, timeout_s: float) -> Communicator:
+def _nccl(store: Any, member: int, device: torch.device) -> Communicator:
+    """An NCCL communicator, connected by a first transfer. Not yet run on a GPU.
+
+    Its watchdog never acts on time: a peer that is gone is found by the bus, and a process that
+    NCCL ends could not say why. Thread block use per transfer is bounded, or sends and receives
+    that wait for one another could fill the device.
+    """
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = _FOREVER
+    options.config.max_ctas = _CTAS_MOST
+    group: Communicator = nccl(store, member, 2, options)
+    first = torch.zeros(1, device=device)
+    start = group.send if member == _SENDER else group.recv
+    start([first], 1 - member, 0).wait()
+    torch.cuda.synchronize(device)
+    return group
+
+
+def _gloo(store: Any, member: int, host: str, timeout_s: float) -> Communicator:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out the options
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
-    prefixed = c10d.PrefixStore(f"link/{link.source}-{link.target}", store)
-    member = _SENDER if rank == link.source else _RECEIVER
-    group: Communicator = gloo(prefixed, member, 2, options)
+    group: Communicator = gloo(store, member, 2, options)
     return group
