@@ -37,11 +37,11 @@ class Journal:
         self._kept.append((self._clock(), what, task))
 
     def about(self, task: TaskId) -> tuple[str, ...]:
-        """The last events of the task's stage and microbatch, oldest first, as lines."""
+        """The last events of the task's microbatch on this rank, oldest first, as lines."""
         near = [
             f"{time_s - self._begun_s:.6f} s: {what} {other}"
             for time_s, what, other in self._kept
-            if other.stage == task.stage and other.microbatch == task.microbatch
+            if other.microbatch == task.microbatch
         ]
         return tuple(near[-_TOLD_MOST:])
 
