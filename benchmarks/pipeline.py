@@ -17,16 +17,16 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from datetime import date
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from sleeping import SleepingStage
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import rrfp_async
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from benchmarks.sleeping import SleepingStage
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 WIDTH = 16
@@ -72,9 +72,7 @@ async def measure(world: rrfp_async.World, microbatches: int, steps: int) -> dic
     batch = torch.zeros(2 * microbatches, WIDTH)
     config = rrfp_async.Config(microbatches=microbatches)
     times: dict[str, list[float]] = {"rrfp_async bf": [], "torch 1F1B": []}
-    async with rrfp_async.Runtime(
-        module, world=world, config=config, loss_fn=loss_fn
-    ) as runtime:
+    async with rrfp_async.Runtime(module, world=world, config=config, loss_fn=loss_fn) as runtime:
 
         async def ours() -> None:
             await runtime.train_step(batch, target=batch)
@@ -86,7 +84,7 @@ async def measure(world: rrfp_async.World, microbatches: int, steps: int) -> dic
     return {system: samples[1:] for system, samples in times.items()}
 
 
-def summary(times: dict[str, list[float]], ranks: int, microbatches: int) -> dict[str, object]:
+def summary(times: dict[str, list[float]], ranks: int, microbatches: int) -> dict[str, Any]:
     """Medians, and ratios to the bound and to torch."""
     path_tasks = 2 * (microbatches + ranks - 1)
     bound = 1e3 * (microbatches + ranks - 1) * (FORWARD_S + BACKWARD_S)
@@ -107,11 +105,8 @@ def summary(times: dict[str, list[float]], ranks: int, microbatches: int) -> dic
     return {**head, "torch": torch.__version__, "date": date.today().isoformat(), "rows": rows}
 
 
-def show(result: dict[str, object]) -> None:
+def show(result: dict[str, Any]) -> None:
     """The rows as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title=f"P={result['ranks']}, M={result['microbatches']}: {result['bound_ms']} ms")
     for name in ("system", "step, ms", "/ bound", "/ torch", "ms above bound per task"):
         table.add_column(name)

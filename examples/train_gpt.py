@@ -54,7 +54,8 @@ async def train_rank(
     if options.delay_seed is not None:
         world = rrfp_async.with_delays(world, rrfp_async.Delays(options.delay_seed))
     ranks = world.topology.world_size
-    stage = stage_of(build_layers(MODEL, options.seed), world.rank, ranks)
+    device = world.device.torch_device
+    stage = stage_of(build_layers(MODEL, options.seed), world.rank, ranks).to(device)
     config = rrfp_async.Config(
         microbatches=options.microbatches,
         hint=options.hint,
@@ -69,7 +70,7 @@ async def train_rank(
             inputs, targets = sample(
                 text, seed=options.seed, step=step, batch=options.batch, context=MODEL.context
             )
-            result = await runtime.train_step(inputs, target=targets)
+            result = await runtime.train_step(inputs.to(device), target=targets.to(device))
             history.losses.append(result.loss)
             history.step_s.append(result.step_s)
             if world.rank == 0:
@@ -83,7 +84,9 @@ def train_pipeline(options: argparse.Namespace, text: torch.Tensor, on_step: OnS
 
     async def main() -> list[History]:
         return await rrfp_async.run_local(
-            options.ranks, lambda world: train_rank(world, options, text, on_step)
+            options.ranks,
+            lambda world: train_rank(world, options, text, on_step),
+            device=options.device,
         )
 
     histories = rrfp_async.run(main)
@@ -94,7 +97,7 @@ def train_pipeline(options: argparse.Namespace, text: torch.Tensor, on_step: OnS
 
 def train_process(options: argparse.Namespace, text: torch.Tensor, on_step: OnStep) -> History:
     """Train as the one rank that torchrun started here; rank 0 collects everyone's hashes."""
-    world = rrfp_async.torchrun_world()
+    world = rrfp_async.torchrun_world(device=options.device)
 
     async def main() -> History:
         async with world:
@@ -110,7 +113,7 @@ def train_process(options: argparse.Namespace, text: torch.Tensor, on_step: OnSt
 
 def train_reference(options: argparse.Namespace, text: torch.Tensor, on_step: OnStep) -> History:
     """Train the unpartitioned model: same seed, batches and microbatches, plain torch."""
-    model = stage_of(build_layers(MODEL, options.seed), 0, 1)
+    model = stage_of(build_layers(MODEL, options.seed), 0, 1).to(options.device)
     optimizer = make_optimizer(list(model.parameters()))
     history = History()
     for step in range(options.steps):
@@ -121,8 +124,8 @@ def train_reference(options: argparse.Namespace, text: torch.Tensor, on_step: On
         optimizer.zero_grad()
         loss_sum = 0.0
         parts = zip(
-            inputs.tensor_split(options.microbatches),
-            targets.tensor_split(options.microbatches),
+            inputs.to(options.device).tensor_split(options.microbatches),
+            targets.to(options.device).tensor_split(options.microbatches),
             strict=True,
         )
         for part, target in parts:
@@ -204,6 +207,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hint", choices=list(HINTS), default="bf")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
     parser.add_argument("--delay-seed", type=int, help="sleep at random before sends and tasks")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--data", type=Path, help="a file or folder of text (default: stdlib)")
     parser.add_argument("--trace-dir", type=Path, help="write each rank's dispatch log there")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")

@@ -8,8 +8,8 @@ split, what a module computes, or when the optimizer steps.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -52,6 +52,7 @@ class StepRequest:
 class StepReport:
     """What a step came to on this rank. Times in seconds; see `runtime.StepResult`."""
 
+    step: int
     loss: float | None
     losses: list[float]
     outputs: list[Any]
@@ -93,11 +94,13 @@ class Dispatcher:
         self._backpressure = Backpressure(config.limit, chunks=topology.chunks)
         self._arbiter = Arbiter(make_hint(config.hint), self._backpressure)
         self._sequences: Counter[Link] = Counter()
-        self._held: deque[tuple[int, Message]] = deque()
+        self._held: deque[tuple[int, Header]] = deque()
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
         self._wake = asyncio.Event()
         self._times = _Times()
         self._free_since_s = 0.0
+        self._first_failure: Exception | None = None
+        self._ending = False
         self._journal = Journal(world.clock)
         self._stall_timeout_s = config.stall_timeout_s
 
@@ -110,6 +113,8 @@ class Dispatcher:
         """
         self._times = _Times()
         self._journal.begin_step()
+        self._first_failure = None
+        self._ending = False
         self._session.open_step(training=request.training)
         try:
             async with asyncio.TaskGroup() as group:
@@ -119,34 +124,52 @@ class Dispatcher:
                     task.cancel()
                 return report
         except BaseExceptionGroup as errors:
-            failure = _first_of(errors)
+            failure = self._came_first(errors)
         finally:
             self._transfers = None
             self._end_stages()
-        self._ready_set.reset()
+            self._ready_set.reset()
         if isinstance(failure, StepFailed | ValueError):
             raise failure
         raise self._session.failed(failure) from failure
+
+    def _came_first(self, errors: BaseException) -> BaseException:
+        return self._first_failure or errors
+
+    @contextmanager
+    def _part_of_step(self) -> Iterator[None]:
+        """Note what ends first, before the TaskGroups wind the rest of the step up."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._ending and isinstance(error, Exception):
+                self._first_failure = error
+            self._ending = True
+            raise
 
     # -- the course of a step ------------------------------------------------------------------
 
     async def _run(self, request: StepRequest) -> StepReport:
         clock, times = self._world.clock, self._times
-        begun = clock()
-        arguments = self._split_inputs(request.batch)
-        sizes = await self._session.begin(request.batch.sizes(arguments) if arguments else None)
-        await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
+        begun, number = clock(), self._session.steps_done
+        with self._part_of_step():
+            arguments = self._split_inputs(request.batch)
+            announced = request.batch.sizes(arguments) if arguments else None
+            sizes = await self._session.begin(announced)
+            await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
         times.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
-            self._begin(request, arguments, sizes)
-            await self._dispatch_all()
+            with self._part_of_step():
+                self._begin(request, arguments, sizes)
+                await self._dispatch_all()
             drained = clock()
-        losses = await self._losses()
-        loss = await self._session.end(_weighted(losses, sizes))
+        with self._part_of_step():
+            losses = await self._losses()
+            loss = await self._session.end(_weighted(losses, sizes))
         times.blocking_s += clock() - drained
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (times.compute_s, times.blocking_s, times.coordination_s)
-        return StepReport(loss, losses, outputs, *spent, self._backpressure.peak)
+        return StepReport(number, loss, losses, outputs, *spent, self._backpressure.peak)
 
     def _split_inputs(self, batch: Batch) -> list[Arguments]:
         takes_inputs = any(stage.is_source for stage in self._stages.values())
@@ -168,8 +191,8 @@ class Dispatcher:
         self._arbiter.begin_step(tasks)
         self._arbiter.add(self._ready_set.ready_now())
         held, self._held = self._held, deque()
-        for source, message in held:
-            self._handle(source, message)
+        for source, header in held:
+            self._handle(source, header)
 
     def _stage_inputs(
         self,
@@ -218,7 +241,8 @@ class Dispatcher:
             self._journal.note("dispatched", task)
             outcome = await KINDS[task.kind](self._context, task)
         except Exception as error:
-            raise self._session.failed(error, task, self._journal.about(task)) from error
+            records = self._journal.about(task)
+            raise self._session.failed(error, task, records=records) from error
         self._journal.note("completed", task)
         if outcome.computed.finish is None:
             self._leave(task, outcome, outcome.computed.finished_s)
@@ -229,7 +253,8 @@ class Dispatcher:
 
     async def _leave_later(self, task: TaskId, outcome: Outcome) -> None:
         if outcome.computed.finish is not None:
-            self._leave(task, outcome, await outcome.computed.finish)
+            with self._part_of_step():
+                self._leave(task, outcome, await outcome.computed.finish)
 
     def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
         """The task has left the device: count its time there, and send what it made."""
@@ -264,38 +289,34 @@ class Dispatcher:
         if outgoing.tensors:
             if forward:
                 self._backpressure.send_opened()
-            versions = [tensor._version for tensor in outgoing.tensors]
-            self._transfer_group().create_task(self._send(header, outgoing, versions))
+            self._transfer_group().create_task(self._send(header, outgoing))
 
-    async def _send(self, header: Header, outgoing: Outgoing, versions: list[int]) -> None:
+    async def _send(self, header: Header, outgoing: Outgoing) -> None:
         """Send an edge's tensors, which must not have changed by the time the receiver has them."""
-        async with self._explained():
+        async with self._arriving():
             await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
+            outgoing.check_unchanged(header.task)
         self._journal.note("sent the result of", header.task)
-        if versions != [tensor._version for tensor in outgoing.tensors]:
-            raise TransferError(
-                f"stage {header.task.stage} changed a tensor of {header.task} in place while it "
-                f"was being sent: return a tensor that later microbatches do not write to"
-            )
         if header.task.kind is TaskKind.F:
             self._backpressure.send_closed()
             self._wake.set()
 
     async def _receive(self, header: Header) -> None:
         specs = [spec for spec in header.specs if spec is not None]
-        async with self._explained():
+        async with self._arriving():
             tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
-        self._world.device.adopt(tensors)
-        self._deliver(header, tensors)
+            self._world.device.adopt(tensors)
+            self._deliver(header, tensors)
 
     @asynccontextmanager
-    async def _explained(self) -> AsyncIterator[None]:
+    async def _arriving(self) -> AsyncIterator[None]:
         """Let the bus speak first where a transfer breaks: it knows whether the peer is gone."""
-        try:
-            yield
-        except TransferError:
-            await asyncio.sleep(_EXPLAIN_S)
-            raise
+        with self._part_of_step():
+            try:
+                yield
+            except TransferError:
+                await asyncio.sleep(_EXPLAIN_S)
+                raise
 
     def _deliver(self, header: Header, tensors: list[torch.Tensor]) -> None:
         edge, microbatch = header.edge, header.task.microbatch
@@ -320,21 +341,20 @@ class Dispatcher:
     # -- messages ------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        held, self._held = self._held, deque()
-        for source, message in held:
-            self._handle(source, message)
-        while True:
-            source, message = await self._wires.bus.next_message()
-            self._handle(source, message)
+        with self._part_of_step():
+            while True:
+                source, message = await self._wires.bus.next_message()
+                self._handle(source, message)
 
     async def _watch(self) -> None:
         """Tell from time to time how far this rank is, so that a stall is found and explained."""
         before = -1
-        while True:
-            await asyncio.sleep(min(self._stall_timeout_s / 4, _PROGRESS_EVERY_S))
-            events = self._journal.events
-            self._session.report_progress(events, self._report() if events == before else "")
-            before = events
+        with self._part_of_step():
+            while True:
+                await asyncio.sleep(min(self._stall_timeout_s / 4, _PROGRESS_EVERY_S))
+                events = self._journal.events
+                self._session.report_progress(events, self._report() if events == before else "")
+                before = events
 
     def _report(self) -> str:
         """What is ready here, what is waited for, and which transfers are open, in words."""
@@ -346,19 +366,15 @@ class Dispatcher:
         )
 
     def _handle(self, source: int, message: Message) -> None:
-        """Act on a message now, or hold it until its step and its tasks are there."""
-        is_header = isinstance(message, Header)
-        if self._session.is_early(message) or (is_header and self._transfers is None):
-            self._hold(source, message)
-        elif isinstance(message, Header):
-            self._on_header(source, message)
-        else:
+        """Act on a message now, or hold a header until its step and its tasks are there."""
+        if not isinstance(message, Header):
             self._session.handle(source, message)
-
-    def _hold(self, source: int, message: Message) -> None:
-        if len(self._held) >= _HELD_MOST:
-            raise ProtocolError(f"{_HELD_MOST} early messages wait; the last from rank {source}")
-        self._held.append((source, message))
+        elif self._session.is_early(message) or self._transfers is None:
+            if len(self._held) >= _HELD_MOST:
+                raise ProtocolError(f"{_HELD_MOST} early headers wait; the last from rank {source}")
+            self._held.append((source, message))
+        elif not self._ending:
+            self._on_header(source, message)
 
     def _on_header(self, source: int, header: Header) -> None:
         edge, microbatch = header.edge, header.task.microbatch
@@ -372,12 +388,6 @@ class Dispatcher:
             self._transfer_group().create_task(self._receive(header))
         else:
             self._deliver(header, [])
-
-
-def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that came first: groups keep the order in which their tasks failed."""
-    first = errors.exceptions[0]
-    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _weighted(losses: list[float], sizes: tuple[int, ...]) -> float | None:

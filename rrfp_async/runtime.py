@@ -4,6 +4,8 @@ Checks arguments before anything starts, turns a batch into a request for the di
 steps the optimizer. It does not know in which order tasks run or how anything travels.
 """
 
+import asyncio
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
@@ -27,6 +29,7 @@ from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import World
 
 _NO_MORE = object()
+_EDGES_MOST = 1_000  # characters; longer lists are compared by their hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,8 @@ class Runtime:
             stall_timeout_s=self._config.stall_timeout_s,
         )
         self._resources.callback(self._session.say_farewell)
-        trace = self._resources.enter_context(open_trace(self._config.trace_dir, self._world.rank))
+        trace = open_trace(self._config.trace_dir, self._world.rank)
+        self._resources.push_async_callback(asyncio.to_thread, trace.close)
         self._dispatcher = Dispatcher(
             world=self._world,
             wires=wires,
@@ -216,17 +220,22 @@ class Runtime:
         report = await self._run(args, kwargs, target, training=True)
         self._gradients_used = update
         if update:
-            await self._update()
+            await self._update(report.step)
         return _result(report, self._world.clock() - begun)
 
-    async def _update(self) -> None:
+    async def _update(self, step: int) -> None:
         if self.optimizer is not None:
-            with self._naming_this_rank():
+            with self._naming_this_rank(step):
                 await self._world.device.run(self.optimizer.step)
 
     async def _evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> StepResult:
+        if self._needs_target and target is not None and self._loss_fn is None:
+            raise ValueError(
+                f"eval_step on rank {self._world.rank} got a target and has no loss_fn: give "
+                f"Runtime(..., loss_fn=...), or leave the target out"
+            )
         begun = self._world.clock()
         report = await self._run(args, kwargs, target, training=False)
         return _result(report, self._world.clock() - begun)
@@ -267,14 +276,14 @@ class Runtime:
         return inputs if isinstance(inputs, tuple) else (inputs,), {}, target
 
     @contextmanager
-    def _naming_this_rank(self) -> Iterator[None]:
+    def _naming_this_rank(self, step: int | None = None) -> Iterator[None]:
         """Turn what the user's code raises outside a task into the end of the step."""
         try:
             yield
         except Exception as error:
             if self._session is None:
                 raise
-            raise self._session.failed(error) from error
+            raise self._session.failed(error, step=step) from error
 
     async def _guarded(self, step: Any) -> StepResult:
         """Run a step if the Runtime's state allows it; tell every rank if it fails."""
@@ -324,6 +333,8 @@ async def _raiser(error: Exception) -> StepResult:
 def _settings(config: Config, world: World) -> tuple[tuple[str, str], ...]:
     """What must be equal on every rank, as words."""
     edges = " ".join(map(str, world.topology.graph))
+    if len(edges) > _EDGES_MOST:
+        edges = hashlib.sha256(edges.encode()).hexdigest()
     ours = (("version", version("rrfp-async")), ("stages", str(world.topology.num_stages)))
     return (*ours, ("edges", edges), *config.agreed())
 

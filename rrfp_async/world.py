@@ -5,6 +5,7 @@ This file builds the twins of one process (`local_world`). It does not know what
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class _LocalWiring:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._opened = [0] * world_size
-        self._pairs: list[tuple[InprocHub, LoopbackFabric]] = []
+        self._pairs: dict[int, tuple[InprocHub, LoopbackFabric]] = {}
+        self._ends_closed: Counter[int] = Counter()
         self._open: set[Bus] = set()
         self._closed = False
 
@@ -90,8 +92,8 @@ class _LocalWiring:
             raise StateError("this local_world has been left: enter a new one")
         number = self._opened[rank]
         self._opened[rank] += 1
-        if number == len(self._pairs):
-            self._pairs.append((InprocHub(self._world_size), LoopbackFabric()))
+        if number not in self._pairs:
+            self._pairs[number] = (InprocHub(self._world_size), LoopbackFabric())
         hub, fabric = self._pairs[number]
         bus = hub.open(rank)
         self._open.add(bus)
@@ -100,6 +102,9 @@ class _LocalWiring:
         finally:
             self._open.discard(bus)
             bus.close()
+            self._ends_closed[number] += 1
+            if self._ends_closed[number] == self._world_size:
+                del self._pairs[number], self._ends_closed[number]
 
     def close(self) -> None:
         """Close what is open: a rank that still waits for a message gets an error instead."""

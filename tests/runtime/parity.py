@@ -40,9 +40,9 @@ def topology_of(case: Case) -> r.Topology:
     return r.Topology(len(case.stages), edges)
 
 
-def shaken(seed: int) -> Wrap:
+def shaken(seed: int, *, send_most_s: float = SEND_MOST_S) -> Wrap:
     """A world with small delays drawn from `seed`."""
-    delays = r.Delays(seed, send_most_s=SEND_MOST_S, task_most_s=TASK_MOST_S)
+    delays = r.Delays(seed, send_most_s=send_most_s, task_most_s=TASK_MOST_S)
     return lambda world: r.with_delays(world, delays)
 
 
@@ -142,12 +142,15 @@ async def assert_parity(
     seeds: Iterable[int] = SEEDS,
     within: float = 0.0,
     orders_differ: bool = True,
+    send_most_s: float = SEND_MOST_S,
 ) -> list[Run]:
     """Loss and every gradient equal the reference's over all seeds, whose orders really differ."""
     expected = run_reference(case)
     runs = []
     for seed in seeds:
-        run = await pipelined(case, folder / f"seed{seed}", wrap=shaken(seed))
+        run = await pipelined(
+            case, folder / f"seed{seed}", wrap=shaken(seed, send_most_s=send_most_s)
+        )
         assert differences(expected, run.outcomes, within=within) == [], f"delays of seed {seed}"
         runs.append(run)
     if orders_differ:

@@ -1,7 +1,6 @@
 """What does not fit is said clearly, before anything starts, and ends the step on every rank."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,51 +9,7 @@ from torch import Tensor, nn
 
 import rrfp_async as r
 from tests.runtime.parity import linear_stages
-from tests.runtime.worlds import each_rank
-
-mse_loss = nn.functional.mse_loss
-Call = Callable[[r.Runtime], Any]
-
-
-def whole() -> Tensor:
-    """A batch of 8 vectors."""
-    return torch.ones(8, 8)
-
-
-async def _train(runtime: r.Runtime) -> Any:
-    return await runtime.train_step(whole(), target=whole())
-
-
-async def _steps(*calls: Call, **settings: Any) -> list[Any]:
-    """One step on as many ranks as there are calls, each its own; what each rank raised.
-
-    A setting that is a list is by rank, else it is for all.
-    """
-    stages = settings.pop("stages", None) or linear_stages(len(calls))
-
-    async def main(world: r.World) -> Any:
-        mine = {k: v[world.rank] if isinstance(v, list) else v for k, v in settings.items()}
-        options = mine.pop("options", {})
-        mine.setdefault("loss_fn", mse_loss)
-        config = r.Config(**{"microbatches": 4, **options})
-        runtime = r.Runtime(stages[world.rank], world=world, config=config, **mine)
-        async with runtime:
-            return await calls[world.rank](runtime)
-
-    async with asyncio.timeout(5.0):
-        return await each_rank(len(calls), main)
-
-
-def _assert_told(errors: list[Any], rank: int, kind: type[Exception], message: str) -> None:
-    """`rank` raised `kind`, every other rank a StepFailed that names it and the message."""
-    assert isinstance(errors[rank], kind), errors[rank]
-    assert message in str(errors[rank])
-    for other, error in enumerate(errors):
-        if other != rank:
-            assert isinstance(error, r.StepFailed), (other, error)
-            assert error.rank == rank
-            assert message in error.cause
-
+from tests.runtime.steps import Call, assert_told, evaluate, mse_loss, run_steps, train, whole
 
 # -- refused where it is built -------------------------------------------------------------------
 
@@ -182,8 +137,8 @@ FIRST_RANK_STEPS: list[Any] = [
 )
 async def test_bad_inputs_on_the_first_rank_end_the_step_on_all(call: Call, message: str) -> None:
     """Rank 0 raises a ValueError that names the values; the others a StepFailed that names it."""
-    errors = await _steps(call, _train, _train)
-    _assert_told(errors, 0, ValueError, message)
+    errors = await run_steps(call, train, train)
+    assert_told(errors, 0, ValueError, message)
 
 
 LAST_RANK_STEPS: list[Any] = [
@@ -196,7 +151,7 @@ LAST_RANK_STEPS: list[Any] = [
         {},
         "target has 2 microbatches, the inputs have 4",
     ),
-    ("no loss", _train, {"loss_fn": None}, "has no loss_fn"),
+    ("no loss", train, {"loss_fn": None}, "has no loss_fn"),
 ]
 
 
@@ -209,8 +164,8 @@ async def test_bad_targets_on_the_last_rank_end_the_step_on_all(
     call: Call, settings: dict[str, Any], message: str
 ) -> None:
     """Rank 2 raises a ValueError that names the values; the others a StepFailed that names it."""
-    errors = await _steps(_train, _train, call, **settings)
-    _assert_told(errors, 2, ValueError, message)
+    errors = await run_steps(train, train, call, **settings)
+    assert_told(errors, 2, ValueError, message)
 
 
 def _vector_loss(output: Tensor, target: Tensor) -> Tensor:
@@ -226,8 +181,8 @@ def _no_loss(output: Tensor, target: Tensor) -> float:
 )
 async def test_a_loss_that_is_no_scalar_names_its_task(loss_fn: Any, seen: str) -> None:
     """The loss function's fault is told as the task 1F0's, with what it returned."""
-    errors = await _steps(_train, _train, loss_fn=loss_fn)
-    _assert_told(errors, 1, r.StepFailed, f"loss_fn returned {seen}, not a scalar tensor")
+    errors = await run_steps(train, train, loss_fn=loss_fn)
+    assert_told(errors, 1, r.StepFailed, f"loss_fn returned {seen}, not a scalar tensor")
     assert {error.task for error in errors} == {"1F0"}
 
 
@@ -245,20 +200,16 @@ class Returns(nn.Module):
 @pytest.mark.parametrize("value", [None, {"h": 1}, (torch.ones(2), 3), "text"])
 async def test_a_stage_that_returns_no_tensor_names_its_task(value: Any) -> None:
     """A non-tensor for the next stage is told as the task 0F0's, with its type."""
-    errors = await _steps(_train, _train, stages=[Returns(value), *linear_stages(1)])
-    _assert_told(errors, 0, r.StepFailed, "for the next stage: return a tensor or a tuple")
+    errors = await run_steps(train, train, stages=[Returns(value), *linear_stages(1)])
+    assert_told(errors, 0, r.StepFailed, "for the next stage: return a tensor or a tuple")
     assert {error.task for error in errors} == {"0F0"}
-
-
-async def _evaluate(runtime: r.Runtime) -> Any:
-    return await runtime.eval_step(whole(), target=whole())
 
 
 @pytest.mark.parametrize("odd", [0, 1])
 async def test_different_modes_on_two_ranks_are_told(odd: int) -> None:
     """train_step here and eval_step there: both ranks fail, and the message names both."""
-    calls = [_evaluate if rank == odd else _train for rank in range(2)]
-    errors = await _steps(*calls)
+    calls = [evaluate if rank == odd else train for rank in range(2)]
+    errors = await run_steps(*calls)
     assert {type(error) for error in errors} == {r.StepFailed}
     for error in errors:
         assert "train_step" in str(error) or "eval_step" in str(error)
@@ -280,7 +231,7 @@ async def test_different_settings_on_two_ranks_are_named(
     name: str, first: dict[str, Any], second: dict[str, Any]
 ) -> None:
     """The hello compares: the setting, both values and both ranks are named on every rank."""
-    errors = await _steps(_train, _train, _train, options=[first, first, second])
+    errors = await run_steps(train, train, train, options=[first, first, second])
     for error in errors:
         assert isinstance(error, r.StepFailed)
         assert f"{name} is" in error.cause
@@ -294,132 +245,5 @@ async def test_an_evaluation_that_asks_for_an_update_is_refused() -> None:
     async def call(runtime: r.Runtime) -> Any:
         return await runtime.eval_step(whole(), target=whole(), update=True)
 
-    errors = await _steps(call, _evaluate)
-    _assert_told(errors, 0, ValueError, "update= is reserved for train_step")
-
-
-# -- refused because of what came before ---------------------------------------------------------
-
-
-async def test_a_step_after_close_is_refused() -> None:
-    """A closed Runtime says so and what to do."""
-
-    async def call(runtime: r.Runtime) -> Any:
-        await runtime.close()
-        return await runtime.train_step(whole(), target=whole())
-
-    errors = await _steps(call, call)
-    assert {type(error) for error in errors} == {r.StateError}
-    assert all("closed" in str(error) and "build a new one" in str(error) for error in errors)
-
-
-async def test_a_step_before_opening_is_refused() -> None:
-    """Without `async with` there are no connections: the message shows how."""
-    async with r.local_world(1) as [world]:
-        config = r.Config(microbatches=1)
-        runtime = r.Runtime(nn.Linear(8, 8), world=world, config=config, loss_fn=mse_loss)
-        with pytest.raises(r.StateError, match="async with Runtime"):
-            await runtime.train_step(whole(), target=whole())
-
-
-async def test_opening_twice_is_refused() -> None:
-    """A Runtime is entered once."""
-    async with r.local_world(1) as [world]:
-        config = r.Config(microbatches=1)
-        runtime = r.Runtime(nn.Linear(8, 8), world=world, config=config, loss_fn=mse_loss)
-        async with runtime:
-            with pytest.raises(r.StateError, match="opened before"):
-                await runtime.__aenter__()
-            await runtime.train_step(whole(), target=whole())
-
-
-async def test_two_steps_at_once_on_one_runtime_are_refused() -> None:
-    """The second is refused, the first ends well, and so does a third."""
-
-    async def call(runtime: r.Runtime) -> Any:
-        running = asyncio.create_task(runtime.train_step(whole(), target=whole()))
-        await asyncio.sleep(0)
-        with pytest.raises(r.StateError, match="await it before the next"):
-            await runtime.train_step(whole(), target=whole())
-        await running
-        return await runtime.train_step(whole(), target=whole())
-
-    results = await _steps(call, call)
-    assert [type(result) for result in results] == [r.StepResult] * 2
-
-
-async def test_data_that_ends_too_early_is_told_everywhere() -> None:
-    """An exhausted iterator is DataExhausted there, and StepFailed elsewhere."""
-
-    async def call(runtime: r.Runtime) -> Any:
-        await runtime.train_step()
-        return await runtime.train_step()
-
-    one, many = [(whole(), whole())], [(whole(), whole())] * 2
-    errors = await _steps(call, call, data=[one, many])
-    _assert_told(errors, 0, r.DataExhausted, "data= of rank 0 has no further batch")
-
-
-@pytest.mark.parametrize("item", [3, (1,), (1, 2, 3)])
-async def test_data_that_yields_no_pairs_is_told_everywhere(item: Any) -> None:
-    """What came instead of (inputs, target) is named."""
-
-    async def call(runtime: r.Runtime) -> Any:
-        return await runtime.train_step()
-
-    errors = await _steps(call, call, data=[[item], [(whole(), whole())]])
-    _assert_told(errors, 0, ValueError, "yield (inputs, target)")
-
-
-@pytest.mark.parametrize("leaver", [0, 1, 2])
-async def test_a_rank_that_leaves_fails_the_next_step_of_the_others(leaver: int) -> None:
-    """Who closes after a step is named in the next one, with the steps it took part in."""
-
-    def calls(rank: int) -> Call:
-        async def call(runtime: r.Runtime) -> Any:
-            await _train(runtime)
-            return None if rank == leaver else await _train(runtime)
-
-        return call
-
-    errors = await _steps(*map(calls, range(3)))
-    assert errors.pop(leaver) is None
-    assert {(type(e), e.rank, e.step) for e in errors} == {(r.StepFailed, leaver, 1)}
-    assert all("closed its Runtime after 1 steps" in error.cause for error in errors)
-
-
-async def test_a_rank_that_never_steps_but_leaves_fails_the_others() -> None:
-    """A Runtime opened and closed without a step is named too."""
-
-    async def leave(runtime: r.Runtime) -> None:
-        """Nothing."""
-
-    errors = await _steps(_train, leave, _train)
-    assert errors.pop(1) is None
-    assert {(type(e), e.rank) for e in errors} == {(r.StepFailed, 1)}
-
-
-async def test_a_trace_folder_that_cannot_be_made_ends_the_others(tmp_path: Any) -> None:
-    """Opening fails on one rank, which leaves: the others' step fails naming it."""
-    (tmp_path / "file").write_text("")
-    bad, good = {"trace_dir": tmp_path / "file"}, {}
-    errors = await _steps(_train, _train, options=[good, bad])
-    assert isinstance(errors[1], OSError)
-    assert isinstance(errors[0], r.StepFailed)
-    assert errors[0].rank == 1
-
-
-async def test_a_failed_runtime_refuses_further_steps_and_says_why() -> None:
-    """The refusal carries the failure it stems from."""
-
-    async def call(runtime: r.Runtime) -> Any:
-        with pytest.raises((ValueError, r.StepFailed)) as first:
-            await runtime.train_step(torch.ones(3, 8), target=whole())
-        with pytest.raises(r.StateError, match="takes no further steps") as second:
-            await _train(runtime)
-        with pytest.raises(r.StateError):
-            await _evaluate(runtime)
-        assert second.value.__cause__ is first.value
-        return None
-
-    assert await _steps(call, call) == [None, None]
+    errors = await run_steps(call, evaluate)
+    assert_told(errors, 0, ValueError, "update= is reserved for train_step")
