@@ -300,6 +300,7 @@ class Runtime:
             self._failure = error
             if self._session is not None:
                 self._session.tell_failure(error)
+            await self._resources.aclose()  # whom the message cannot reach sees the end instead
             raise
         finally:
             self._busy = False

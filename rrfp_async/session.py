@@ -69,7 +69,6 @@ class Session:
         self._greeted: set[int] = set()
         self._all_greeted = asyncio.Event()
         self._left: set[int] = set()
-        self._heard: StepFailed | None = None
         self._held: deque[tuple[int, Message]] = deque()
         self._in_step = False
         self._handlers: Mapping[type[Message], Callable[[int, Any], None]] = {
@@ -135,16 +134,18 @@ class Session:
 
         Raises:
             StepFailed: On the first rank, if no rank has progressed within the stall timeout; on
-                others, if the first rank has not announced the step by then.
+                others, if the first rank has not announced the step within twice that.
         """
         progress = Progress(self.steps_done, events, report)
+        timeout_s = self._stall_timeout_s
         if self._rank == FIRST_RANK:
             self._on_progress(self._rank, progress)
         else:
             self._bus.send_nowait(FIRST_RANK, progress)
             if self._announced.done():
                 return
-        if self._clock() - self._progressed_s >= self._stall_timeout_s:
+            timeout_s *= 2  # the first rank knows more, if it is there
+        if self._clock() - self._progressed_s >= timeout_s:
             raise StepFailed(rank=FIRST_RANK, step=self.steps_done, cause=self._stalled())
 
     # -- failing and leaving -------------------------------------------------------------------
@@ -169,9 +170,10 @@ class Session:
         )
 
     def tell_failure(self, error: BaseException) -> None:
-        """Tell every rank of a step that `error` ended, unless another rank told us."""
-        if error is self._heard:
-            return
+        """Tell every rank of a step that `error` ended, also if another rank told us.
+
+        What this rank says next is that it leaves; whoever hears that first must know why.
+        """
         failed = error if isinstance(error, StepFailed) else self.failed(error)
         fields = (failed.stage, failed.task, failed.microbatch, failed.cause, failed.records)
         self._tell_reachable(Failure(failed.step, failed.rank, *fields))
@@ -254,7 +256,7 @@ class Session:
         self._progress[source] = message
 
     def _on_failure(self, _source: int, message: Failure) -> None:
-        self._heard = StepFailed(
+        raise StepFailed(
             rank=message.rank,
             step=message.step,
             stage=message.stage,
@@ -263,7 +265,6 @@ class Session:
             cause=message.cause,
             records=message.records,
         )
-        raise self._heard
 
     def _on_farewell(self, source: int, message: Farewell) -> None:
         cause = f"it closed its Runtime after {message.steps} steps"
@@ -276,7 +277,8 @@ class Session:
     def _stalled(self) -> str:
         """Why the step is given up: what each rank said last."""
         if self._rank != FIRST_RANK:
-            return f"it has not announced the step within {self._stall_timeout_s} s"
+            waited_s = 2 * self._stall_timeout_s
+            return f"it has not announced the step within {waited_s} s (twice stall_timeout_s)"
         reports = []
         for rank in range(self._world_size):
             progress = self._progress.get(rank)

@@ -4,12 +4,14 @@ Reads torchrun's environment and nothing else of the machine. Opening a Runtime 
 every other rank, at most `config.peer_timeout_s`.
 """
 
+import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, MutableMapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, MutableMapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.rendezvous import rendezvous
 
 from rrfp_async.bus.directory import Directory
-from rrfp_async.bus.zeromq import Place, open_zeromq
+from rrfp_async.bus.zeromq import Place, ZeroMqOpening
 from rrfp_async.config import Config
 from rrfp_async.gpu.completion import WaitingThread
 from rrfp_async.gpu.device import make_device
@@ -26,7 +28,10 @@ from rrfp_async.gpu.group_transfer import GroupTransfer
 from rrfp_async.gpu.links import Communicator, open_links
 from rrfp_async.ids import Link
 from rrfp_async.topology import Topology
-from rrfp_async.world import Wires, World
+from rrfp_async.world import Connecting, Wires, World
+
+_STORE_TIMEOUT_S = 60.0  # to reach torchrun's store, and for a key in it
+_AFTER_THE_BUS_S = 2.0  # a rank that the bus cannot reach is named before its link gives up
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +130,7 @@ def torchrun_world(topology: Topology | None = None, *, device: str = "cpu") -> 
     if device == "cuda":
         _prepare_cuda(os.environ)
     place = make_device(device, launch.local_rank, time.perf_counter)
-    store, _, _ = next(iter(rendezvous("env://")))
+    store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_STORE_TIMEOUT_S))))
     wiring = _Wiring(launch, topology, store, place.torch_device)
     return World(launch.rank, topology, place, time.perf_counter, wiring.connect, store)
 
@@ -159,27 +164,30 @@ class _Wiring:
         self._store = store
         self._opened = 0
 
-    @asynccontextmanager
-    async def connect(self, config: Config) -> AsyncIterator[Wires]:
+    def connect(self, config: Config) -> Connecting:
         """The wires of the next Runtime of this process."""
-        launch, number = self._launch, self._opened
+        number = self._opened
         self._opened += 1
-        store = c10d.PrefixStore(f"rrfp/{launch.restart}/{number}", self._store)
-        timeout_s = config.peer_timeout_s
+        return Connecting(partial(self._open, config, number))
+
+    async def _open(self, config: Config, number: int, resources: AsyncExitStack) -> Wires:
+        launch, timeout_s = self._launch, config.peer_timeout_s
+        connection = self._store.clone()  # a client waits for one key at a time
+        store = c10d.PrefixStore(f"rrfp/{launch.restart}/{number}", connection)
         port = config.port + launch.local_rank if config.port else 0
         place = Place(launch.rank, launch.world_size, self._host, launch.host, port)
         directory = Directory(
             store, rank=launch.rank, world_size=launch.world_size, timeout_s=timeout_s
         )
-        async with open_zeromq(place, directory, peer_timeout_s=timeout_s) as bus:
-            groups = await self._connect_links(store, timeout_s)
-            transfer = GroupTransfer(
-                groups, rank=launch.rank, device=self._device, clock=time.perf_counter
-            )
-            try:
-                yield Wires(bus, transfer)
-            finally:
-                transfer.close()
+        opening = ZeroMqOpening(place, directory, peer_timeout_s=timeout_s)
+        bus = await resources.enter_async_context(opening)
+        async with directory.sharing_faults():
+            groups = await directory.unless_fault(self._connect_links(store, timeout_s))
+        transfer = GroupTransfer(
+            groups, rank=launch.rank, device=self._device, clock=time.perf_counter
+        )
+        resources.push_async_callback(asyncio.to_thread, transfer.close)
+        return Wires(bus, transfer)
 
     async def _connect_links(self, store: Any, timeout_s: float) -> dict[Link, Communicator]:
         """Connect on a thread that an exit does not wait for: gloo blocks until the peers come."""
@@ -191,7 +199,7 @@ class _Wiring:
             store=store,
             host=self._host,
             device=self._device,
-            timeout_s=timeout_s,
+            timeout_s=timeout_s + _AFTER_THE_BUS_S,
         )
         try:
             return (await thread.submit(links)).value

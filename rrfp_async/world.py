@@ -6,9 +6,10 @@ This file builds the twins of one process (`local_world`). It does not know what
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,6 +33,33 @@ class Wires:
 
     bus: Bus
     transfer: Transfer
+
+
+class Connecting:
+    """Opens wires on entering and closes them on leaving.
+
+    A class, not an async generator: those that a program leaves open are closed by the loop at
+    its end, all at once, and complain.
+    """
+
+    def __init__(self, start: Callable[[AsyncExitStack], Awaitable[Wires]]) -> None:
+        self._start = start
+        self._resources = AsyncExitStack()
+
+    async def __aenter__(self) -> Wires:
+        try:
+            return await self._start(self._resources)
+        except BaseException:
+            await self._resources.aclose()
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._resources.aclose()
 
 
 Connect = Callable[[Config], AbstractAsyncContextManager[Wires]]
@@ -85,9 +113,11 @@ class _LocalWiring:
         self._open: set[Bus] = set()
         self._closed = False
 
-    @asynccontextmanager
-    async def connect(self, rank: int) -> AsyncIterator[Wires]:
+    def connect(self, rank: int) -> Connecting:
         """The wires of the next Runtime of `rank`."""
+        return Connecting(partial(self._start, rank))
+
+    async def _start(self, rank: int, resources: AsyncExitStack) -> Wires:
         if self._closed:
             raise StateError("this local_world has been left: enter a new one")
         number = self._opened[rank]
@@ -97,14 +127,16 @@ class _LocalWiring:
         hub, fabric = self._pairs[number]
         bus = hub.open(rank)
         self._open.add(bus)
-        try:
-            yield Wires(bus, fabric.open())
-        finally:
-            self._open.discard(bus)
-            bus.close()
-            self._ends_closed[number] += 1
-            if self._ends_closed[number] == self._world_size:
-                del self._pairs[number], self._ends_closed[number]
+        resources.callback(self._end, number, bus)
+        return Wires(bus, fabric.open())
+
+    def _end(self, number: int, bus: Bus) -> None:
+        """Close one end; after the last one of a Runtime, forget its hub and fabric."""
+        self._open.discard(bus)
+        bus.close()
+        self._ends_closed[number] += 1
+        if self._ends_closed[number] == self._world_size:
+            del self._pairs[number], self._ends_closed[number]
 
     def close(self) -> None:
         """Close what is open: a rank that still waits for a message gets an error instead."""
@@ -160,10 +192,12 @@ def _connector(wiring: _LocalWiring, rank: int) -> Connect:
 def with_delays(world: World, delays: Delays) -> World:
     """The same world with seeded sleeps before sends and tasks, to shake up the order of things."""
 
-    @asynccontextmanager
-    async def connect(config: Config) -> AsyncIterator[Wires]:
-        async with world.connect(config) as wires:
-            yield Wires(wires.bus, DelayedTransfer(wires.transfer, delays))
+    async def start(config: Config, resources: AsyncExitStack) -> Wires:
+        wires = await resources.enter_async_context(world.connect(config))
+        return Wires(wires.bus, DelayedTransfer(wires.transfer, delays))
 
-    device = DelayedDevice(world.device, delays)
-    return dataclasses.replace(world, device=device, connect=connect)
+    return dataclasses.replace(
+        world,
+        device=DelayedDevice(world.device, delays),
+        connect=lambda config: Connecting(partial(start, config)),
+    )

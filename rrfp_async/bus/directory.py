@@ -2,16 +2,21 @@
 
 Each rank enters a card (its addresses and public key) and collects everyone's. A rank that cannot
 come up enters a fault instead, so that the others fail with its cause at once instead of waiting
-for a card that never comes. Any store with torch's `set`, `get`, `add` and `check` serves.
+for a card that never comes. Any store that has the methods of torch's named below serves.
 """
 
 import asyncio
 import time
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
+from typing import Protocol, TypeVar
 
-from rrfp_async.errors import BusError
+from rrfp_async.errors import BusError, RrfpError
+
+T = TypeVar("T")
 
 _POLL_S = 0.02
+_FAULT_POLL_S = 0.2
 
 
 class Store(Protocol):
@@ -25,6 +30,9 @@ class Store(Protocol):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; returns the sum."""
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Enter a value if the key's is `expected` (empty: if it has none); returns its value."""
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
@@ -63,9 +71,32 @@ class Directory:
         """Publish this rank's card."""
         await asyncio.to_thread(self._store.set, f"card/{self._rank}", card)
 
-    async def enter_fault(self, fault: str) -> None:
-        """Tell the ranks that wait for this one's card that it will not come."""
-        await asyncio.to_thread(self._store.set, "fault", fault)
+    @asynccontextmanager
+    async def sharing_faults(self) -> AsyncIterator[None]:
+        """Enter what is raised inside as the run's fault; raise the first that any rank entered.
+
+        Raises:
+            BusError: The same on every rank that comes by here or waits in `unless_fault`.
+        """
+        try:
+            yield
+        except RrfpError as error:
+            told = await asyncio.to_thread(self._store.compare_set, "fault", "", str(error))
+            raise BusError(told.decode()) from error
+
+    async def unless_fault(self, work: Awaitable[T]) -> T:
+        """Await `work`, unless a rank enters a fault before it is done.
+
+        Raises:
+            BusError: The fault. `work` is cancelled then.
+        """
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait({task}, timeout=_FAULT_POLL_S))[0]:
+                await self._raise_fault()
+            return task.result()
+        finally:
+            task.cancel()
 
     async def collect(self) -> list[str]:
         """Every rank's card, in rank order.
@@ -73,8 +104,21 @@ class Directory:
         Raises:
             BusError: If a rank entered a fault, or cards are missing after the timeout.
         """
+        keys = await self._wait_for_all("card")
+        return [(await asyncio.to_thread(self._store.get, key)).decode() for key in keys]
+
+    async def meet(self) -> None:
+        """Wait until every rank has come this far: connected to all others.
+
+        Raises:
+            BusError: As `collect`.
+        """
+        await asyncio.to_thread(self._store.set, f"up/{self._rank}", "")
+        await self._wait_for_all("up")
+
+    async def _wait_for_all(self, what: str) -> list[str]:
         deadline = time.monotonic() + self._timeout_s
-        keys = [f"card/{rank}" for rank in range(self._world_size)]
+        keys = [f"{what}/{rank}" for rank in range(self._world_size)]
         while not await self._has(keys):
             await self._raise_fault()
             if time.monotonic() > deadline:
@@ -85,7 +129,7 @@ class Directory:
                 )
             await asyncio.sleep(_POLL_S)
         await self._raise_fault()
-        return [(await asyncio.to_thread(self._store.get, key)).decode() for key in keys]
+        return keys
 
     async def _has(self, keys: list[str]) -> bool:
         return await asyncio.to_thread(self._store.check, keys)

@@ -11,11 +11,12 @@ import dataclasses
 import json
 import sys
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
+import structlog
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
@@ -27,10 +28,12 @@ from rrfp_async.bus.messages import Message, PeerLost
 from rrfp_async.bus.security import Gate, KeyPair, PeerKeys
 from rrfp_async.errors import BusError
 
+_log = structlog.get_logger()
+
 QUEUE_MOST = 65_536
 """Frames that wait for one peer, and messages that wait for the reader, at most."""
 
-_LINGER_MS = 1_000
+_LINGER_MS = 300
 _GRACE_S = 0.5  # what a rank said before it went may still be on its way
 _LOST = (
     zmq.EVENT_DISCONNECTED
@@ -74,11 +77,8 @@ class Card:
         return self.ipc if self.ipc is not None and host_group == self.host_group else self.tcp
 
 
-@asynccontextmanager
-async def open_zeromq(
-    place: Place, directory: Directory, *, peer_timeout_s: float
-) -> AsyncIterator["ZeroMqBus"]:
-    """Bring up this rank's end of the bus together with every other rank.
+class ZeroMqOpening:
+    """Brings up this rank's end of the bus together with every other rank; a context manager.
 
     Args:
         place: Where this rank is.
@@ -86,27 +86,43 @@ async def open_zeromq(
         peer_timeout_s: How long peers may take to come up, and to be silent later.
 
     Raises:
-        BusError: If the port cannot be bound, or a rank does not come up or cannot be reached in
-            time; on every rank, with the same cause.
+        BusError: On entering, if the port cannot be bound, or a rank does not come up or cannot be
+            reached in time; on every rank, with the same cause.
     """
-    bus = ZeroMqBus(place, peer_timeout_s=peer_timeout_s)
-    try:
+
+    def __init__(self, place: Place, directory: Directory, *, peer_timeout_s: float) -> None:
+        self._directory = directory
+        self._bus = ZeroMqBus(place, peer_timeout_s=peer_timeout_s)
+
+    async def __aenter__(self) -> "ZeroMqBus":
+        bus, directory = self._bus, self._directory
         try:
-            await directory.claim()
-            await directory.enter(bus.bind())
-            cards = [Card(**json.loads(card)) for card in await directory.collect()]
-            await bus.connect(cards)
-        except BusError as error:
-            await directory.enter_fault(str(error))
+            async with directory.sharing_faults():
+                await directory.claim()
+                await directory.enter(bus.bind())
+                cards = [Card(**json.loads(card)) for card in await directory.collect()]
+                await directory.unless_fault(bus.connect(cards))
+                await directory.meet()
+        except BaseException:
+            await self._close()
             raise
-        yield bus
-    finally:
-        bus.close()
-        await bus.wait_closed()
+        return bus
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._close()
+
+    async def _close(self) -> None:
+        self._bus.close()
+        await self._bus.wait_closed()
 
 
 class ZeroMqBus(Bus):
-    """One rank's end. Use `open_zeromq`."""
+    """One rank's end. Use `ZeroMqOpening`."""
 
     def __init__(self, place: Place, *, peer_timeout_s: float) -> None:
         self._place = place
@@ -165,7 +181,7 @@ class ZeroMqBus(Bus):
         """
         peers = {rank: card for rank, card in enumerate(cards) if rank != self.rank}
         self._keys.learn({card.key.encode(): rank for rank, card in peers.items()})
-        self._tasks.append(asyncio.create_task(self._receive_all()))
+        self._tasks.append(asyncio.create_task(self._telling(self._receive_all())))
         accepted = {rank: self._connect_to(rank, card) for rank, card in peers.items()}
         if accepted:
             _, late = await asyncio.wait(accepted.values(), timeout=self._timeout_s)
@@ -187,10 +203,14 @@ class ZeroMqBus(Bus):
         self._configure(dealer)
         dealer.reconnect_ivl = -1
         dealer.routing_id = self.rank.to_bytes(5, "big")  # not trusted: the key tells who it is
-        monitor = zmq.asyncio.Socket(shadow=dealer.get_monitor_socket())
+        events = f"inproc://events-{rank}"
+        dealer.monitor(events, zmq.EVENT_ALL)
+        monitor = zmq.asyncio.Socket(self._context, zmq.PAIR)
+        monitor.connect(events)
         self._monitors.append(monitor)
         accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._tasks.append(asyncio.create_task(self._watch(rank, monitor, accepted)))
+        watch = self._telling(self._watch(rank, monitor, accepted))
+        self._tasks.append(asyncio.create_task(watch))
         dealer.connect(card.address_for(self._place.host_group))
         return accepted
 
@@ -212,14 +232,20 @@ class ZeroMqBus(Bus):
         """
         if self._closed:
             raise BusError(f"the bus of rank {self.rank} is closed: open a new Runtime")
-        if target not in self._dealers:
-            raise ValueError(f"rank {target} is not one of the peers {sorted(self._dealers)}")
+        if not 0 <= target < self._place.world_size:
+            raise ValueError(f"rank {target} is not one of the {self._place.world_size} ranks")
+        if target == self.rank:
+            raise ValueError(f"rank {target} cannot send to itself")
+        if target in self._lost:
+            return
         frame = self._pairs.encode(target, message)
         try:
             self._dealers[target].send(frame, zmq.NOBLOCK)
         except zmq.Again:  # no connection, or a full queue: what is lost here ends the step
             self._lose(target)
             return
+        except zmq.ZMQError as error:
+            raise BusError(f"rank {self.rank} cannot send to rank {target}: {error}") from error
         self._statistics.sent += 1
 
     async def next_message(self) -> tuple[int, Message]:
@@ -238,6 +264,14 @@ class ZeroMqBus(Bus):
 
     # -- what comes in -------------------------------------------------------------------------
 
+    async def _telling(self, work: Coroutine[Any, Any, None]) -> None:
+        """Tell the reader if `work` breaks: it would wait for ever."""
+        try:
+            await work
+        except Exception as error:
+            told = error if isinstance(error, BusError) else BusError(f"the bus broke: {error!r}")
+            self._mailbox.put_nowait(told)
+
     async def _receive_all(self) -> None:
         """The one reader of the socket: frames to messages, into the bounded mailbox."""
         while True:
@@ -249,13 +283,10 @@ class ZeroMqBus(Bus):
                 continue
             if len(frames) != 2 or source != envelope.source:
                 self._statistics.dropped += 1
+                _log.warning("dropped a frame under a false name", rank=self.rank, sender=source)
                 continue
-            try:
-                self._pairs.accept(envelope)
-                self._put((envelope.source, envelope.message))
-            except BusError as error:
-                self._mailbox.put_nowait(error)
-                return
+            self._pairs.accept(envelope)
+            self._put((envelope.source, envelope.message))
 
     async def _watch(
         self, rank: int, monitor: zmq.asyncio.Socket, accepted: "asyncio.Future[bool]"
@@ -292,7 +323,7 @@ class ZeroMqBus(Bus):
     # -- going down ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stop reading, let queued frames leave for at most a second, wake a waiting reader."""
+        """Stop reading, let queued frames leave for a moment, wake a waiting reader."""
         if self._closed:
             return
         self._closed = True

@@ -5,6 +5,7 @@ CUDA event. What the work is, is not known here.
 """
 
 import asyncio
+import atexit
 import queue
 import threading
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+
+_EXIT_JOIN_S = 2.0
 
 
 class Clock(Protocol):
@@ -68,24 +71,51 @@ class _Work:
             self.future.set_exception(error)
 
 
+class _Service:
+    """What the thread of a `WaitingThread` runs. Knows not its owner, which may be dropped."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self.running = False
+        self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._clock = clock
+        self.thread.start()
+        atexit.register(self._end_at_exit)
+
+    def _serve(self) -> None:
+        while (work := self.work.get()) is not None:
+            self.running = True
+            work.run(self._clock)
+            self.running = False
+            del work  # the last work's tensors must not live until the next
+        atexit.unregister(self._end_at_exit)
+
+    def _end_at_exit(self) -> None:
+        self.work.put(None)
+        self.thread.join(_EXIT_JOIN_S)
+
+
 class WaitingThread:
     """One thread that runs functions in the order they were submitted.
 
-    The thread is a daemon: a process that exits without closing, or whose function never returns
-    (a send to a peer that is gone), does not wait for it.
+    The thread is a daemon: a process that exits without closing, or whose function never returns,
+    does not wait for it longer than two seconds. It does wait that long, because a thread that
+    the interpreter's end finds inside torch takes the process down with it.
     """
 
     def __init__(self, clock: Clock, *, name: str) -> None:
-        self._clock = clock
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._service = _Service(clock, name)
         self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
 
     @property
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._closed
+
+    @property
+    def running(self) -> bool:
+        """Whether a function is running now, awaited or not."""
+        return self._service.running
 
     def submit(self, function: Callable[[], T]) -> "asyncio.Future[Computed[T]]":
         """Queue `function`; the future belongs to the running loop.
@@ -94,19 +124,19 @@ class WaitingThread:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Computed[T]] = loop.create_future()
-        self._work.put(_Work(function, future, loop))
+        self._service.work.put(_Work(function, future, loop))
         return future
 
     def close(self) -> None:
         """Let the thread end once its current function has. Never waits; twice is harmless."""
         if not self._closed:
             self._closed = True
-            self._work.put(None)
+            self._service.work.put(None)
 
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work.run(self._clock)
-            del work  # the last work's tensors must not live until the next
+    def join(self, timeout_s: float) -> bool:
+        """After `close`, wait for the thread to end; returns whether it has."""
+        self._service.thread.join(timeout_s)
+        return not self._service.thread.is_alive()
 
 
 def _awaitable(error: BaseException) -> Exception:

@@ -8,8 +8,9 @@ number, whatever order `send` and `receive` are awaited in.
 """
 
 import asyncio
+import atexit
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,9 +20,12 @@ import torch
 from rrfp_async.errors import TransferError
 from rrfp_async.gpu.completion import Clock, WaitingThread
 from rrfp_async.gpu.links import Communicator, peer_of
-from rrfp_async.gpu.transfer import Transfer, TransferStatistics
+from rrfp_async.gpu.transfer import Transfer, TransferStatistics, dtype_of
 from rrfp_async.ids import Link, TensorSpec
 
+_AT_ONCE = timedelta(milliseconds=1)
+_UNUSED_TAG = 77
+_JOIN_S = 0.5
 _FOREVER = timedelta(days=1)  # a peer that is gone is found by the bus, which ends the step
 
 
@@ -82,7 +86,19 @@ class _End:
             self._stream.synchronize()
 
     def close(self) -> None:
+        """End the thread; one that waits for a peer is freed first."""
         self._thread.close()
+        if self._thread.running and self._stream is None:
+            self._cut_off()
+        self._thread.join(_JOIN_S)
+
+    def _cut_off(self) -> None:
+        """Make gloo give the link up, which ends every wait on it.
+
+        gloo has no abort; but a wait that times out closes its pair for good, whatever it was for.
+        """
+        with suppress(RuntimeError):
+            self._group.recv([torch.zeros(1)], self._peer, _UNUSED_TAG).wait(_AT_ONCE)
 
 
 class GroupTransfer(Transfer):
@@ -103,10 +119,11 @@ class GroupTransfer(Transfer):
         self._open_sends = 0
         self._open_receives = 0
         self._completed = 0
+        atexit.register(self.close)  # a thread inside gloo must not meet the interpreter's end
 
     def export(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself where it is contiguous, else a contiguous copy."""
-        return tensor.detach().contiguous()
+        """The tensor itself where its memory is what it shows, else a contiguous copy."""
+        return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
     async def send(self, link: Link, sequence: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send on the link's thread; see `Transfer.send`."""
@@ -123,8 +140,7 @@ class GroupTransfer(Transfer):
     ) -> list[torch.Tensor]:
         """Receive on the link's thread into buffers of exactly the announced size."""
         buffers = [
-            torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=self._device)
-            for spec in specs
+            torch.empty(spec.shape, dtype=dtype_of(spec), device=self._device) for spec in specs
         ]
         self._open_receives += 1
         try:
@@ -140,7 +156,8 @@ class GroupTransfer(Transfer):
         return TransferStatistics(self._open_sends, self._open_receives, self._completed)
 
     def close(self) -> None:
-        """Let the threads end. One that waits for a peer that is gone stays behind, a daemon."""
+        """End the links' threads, within half a second each; twice is harmless. Blocks."""
+        atexit.unregister(self.close)
         for end in self._ends.values():
             end.close()
 

@@ -1,0 +1,50 @@
+"""Messages of every type, as hypothesis sees them."""
+
+from hypothesis import strategies as st
+
+from rrfp_async.bus.messages import (
+    Envelope,
+    Failure,
+    Farewell,
+    Header,
+    Hello,
+    Progress,
+    RankDone,
+    StepBegin,
+    StepEnd,
+)
+from rrfp_async.ids import Edge, Link, TaskId, TaskKind, TensorSpec
+
+counts = st.integers(0, 2**63)
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
+floats = st.floats(allow_nan=False)
+tasks = st.builds(TaskId, counts, st.sampled_from(TaskKind), counts)
+specs = st.builds(TensorSpec, st.lists(counts, max_size=5).map(tuple), texts, st.booleans())
+
+
+def many(element: st.SearchStrategy) -> st.SearchStrategy:
+    """A short tuple of them."""
+    return st.lists(element, max_size=5).map(tuple)
+
+
+messages = st.one_of(
+    st.builds(Hello, many(st.tuples(texts, texts))),
+    st.builds(StepBegin, counts, st.booleans(), many(counts)),
+    st.builds(
+        Header,
+        counts,
+        st.builds(Link, counts, counts),
+        counts,
+        st.builds(Edge, counts, counts),
+        tasks,
+        many(st.none() | specs),
+    ),
+    st.builds(RankDone, counts, st.none() | floats),
+    st.builds(StepEnd, counts, st.none() | floats),
+    st.builds(
+        Failure, counts, counts, st.none() | counts, st.none() | texts, st.none() | counts, texts
+    ),
+    st.builds(Progress, counts, counts, texts),
+    st.builds(Farewell, counts),
+)
+envelopes = st.builds(Envelope, counts, counts, messages)
