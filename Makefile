@@ -16,8 +16,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP)  ## train a small GPT on real text with four pipeline ranks
-	$(BIN)/python examples/train_gpt.py --ranks 4 --steps 30 --microbatches 8
+demo: $(STAMP)  ## train a small GPT on real text, a process for each of four pipeline ranks
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt.py --steps 30
 
 test: $(STAMP)  ## the tests, the long ones sampled; under five minutes
 	$(BIN)/python -m pytest -m "not slow"

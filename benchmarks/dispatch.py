@@ -1,23 +1,28 @@
 """What a dispatch costs: the choice itself, and the way from an arrival to a running task.
 
     python benchmarks/dispatch.py            # tables
+    python benchmarks/dispatch.py --torchrun # the path between two processes
     python benchmarks/dispatch.py --json     # one JSON object
 
-`choose`: Arbiter.choose + commit with 8, 64 and 1,024 ready tasks. `path`: on rank 1 of two ranks
-in one process, whose device is idle, (header received -> receive posted) + (tensor complete ->
+`choose`: Arbiter.choose + commit with 8, 64 and 1,024 ready tasks. `path`: on rank 1 of two ranks,
+whose device is idle, (header received -> receive posted) + (tensor complete ->
 task started), as probes around the world's bus, transfer and device see it. All in microseconds.
 """
 
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -28,7 +33,8 @@ from rrfp_async.arbiter import Arbiter
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.base import Bus, BusStatistics
 from rrfp_async.bus.messages import Header, Message
-from rrfp_async.gpu.device import Computed, Device, T
+from rrfp_async.gpu.completion import Computed, T
+from rrfp_async.gpu.device import Device
 from rrfp_async.gpu.transfer import Transfer, TransferStatistics
 from rrfp_async.hints import HINTS, make_hint
 from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
@@ -160,8 +166,8 @@ def probed(world: World, times: Clockings, microbatches: int) -> World:
     """`world` with a probe at every point of the path."""
 
     @asynccontextmanager
-    async def connect() -> AsyncIterator[Wires]:
-        async with world.connect() as wires:
+    async def connect(config: rrfp_async.Config) -> AsyncIterator[Wires]:
+        async with world.connect(config) as wires:
             bus, transfer = ProbeBus(wires.bus, times), wires.transfer
             yield Wires(bus, ProbeTransfer(transfer, times, microbatches))
 
@@ -176,38 +182,58 @@ class Slow(torch.nn.Module):
         return x * 1.0
 
 
-async def paths_us(microbatches: int = 64, steps: int = 20) -> list[float]:
-    """The path's microseconds for every arrival on rank 1, the first step left out."""
+async def clock_rank(world: World, microbatches: int, steps: int) -> list[float]:
+    """Evaluate as one of two ranks; rank 1 returns its arrivals' microseconds.
+
+    The first step is left out.
+    """
     batch = torch.zeros(microbatches, 256)
-    samples: list[float] = []
-
-    async def main(world: World) -> None:
-        times = Clockings()
-        if world.rank == 1:
-            world = probed(world, times, microbatches)
-        stage = torch.nn.Identity() if world.rank else Slow()
-        config = rrfp_async.Config(microbatches=microbatches)
-        async with rrfp_async.Runtime(stage, world=world, config=config) as runtime:
-            for step in range(steps):
-                await runtime.eval_step(batch)
-                if world.rank == 1 and step > 0:
-                    samples.extend(times.paths_us())
-
-    await rrfp_async.run_local(2, main)
+    times, samples = Clockings(), []
+    if world.rank == 1:
+        world = probed(world, times, microbatches)
+    stage = torch.nn.Identity() if world.rank else Slow()
+    config = rrfp_async.Config(microbatches=microbatches)
+    async with rrfp_async.Runtime(stage, world=world, config=config) as runtime:
+        for step in range(steps):
+            await runtime.eval_step(batch)
+            if step > 0:
+                samples.extend(times.paths_us())
     return samples
 
 
-def measure() -> dict[str, object]:
+async def paths_us(microbatches: int = 64, steps: int = 20) -> list[float]:
+    """The path's microseconds for every arrival on rank 1, both ranks in this process."""
+    by_rank = await rrfp_async.run_local(2, lambda world: clock_rank(world, microbatches, steps))
+    return by_rank[1]
+
+
+def process_paths_us(microbatches: int = 64, steps: int = 20) -> list[float]:
+    """As `paths_us`, as one of two processes of torchrun; both get rank 1's samples."""
+    world = rrfp_async.torchrun_world()
+    samples = rrfp_async.run(clock_rank(world, microbatches, steps))
+    world.close()
+    if world.rank == 1:
+        world.store.set("paths_us", json.dumps(samples))
+    return json.loads(world.store.get("paths_us"))
+
+
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def measure() -> dict[str, Any]:
     """Every number of this benchmark."""
     torch.set_num_threads(1)
-    choose = {hint: {str(r): choose_us(hint, r) for r in READY} for hint in HINTS}
-    samples = sorted(rrfp_async.run(paths_us))
+    samples = sorted(process_paths_us() if under_torchrun() else rrfp_async.run(paths_us))
+    talks = os.environ.get("RANK", "0") == "0"
     return {
-        "choose_us": choose,
+        "choose_us": {h: {str(r): choose_us(h, r) for r in READY} for h in HINTS if talks},
         "path_us": {
             "median": statistics.median(samples),
             "p99": samples[int(0.99 * len(samples))],
             "samples": len(samples),
+            "between": "processes" if under_torchrun() else "ranks of one process",
         },
         "date": date.today().isoformat(),
         "python": platform.python_version(),
@@ -215,31 +241,35 @@ def measure() -> dict[str, object]:
     }
 
 
-def show(result: dict[str, object]) -> None:
+def show(result: dict[str, Any]) -> None:
     """The numbers as tables."""
     console = Console()
     table = Table("hint", *(f"{r} ready" for r in READY), "1024 / 8", title="choose + commit, µs")
-    choose = result["choose_us"]
-    for hint, row in choose.items():
+    for hint, row in result["choose_us"].items():
         cells = [f"{value:.1f}" for value in row.values()]
         table.add_row(hint, *cells, f"{row['1024'] / row['8']:.2f}")
     console.print(table)
     path = result["path_us"]
-    table = Table("median", "p99", "samples", title="arrival to running task, µs")
+    title = f"arrival to running task between {path['between']}, µs"
+    table = Table("median", "p99", "samples", title=title, min_width=len(title))
     table.add_row(f"{path['median']:.0f}", f"{path['p99']:.0f}", str(path["samples"]))
     console.print(table)
 
 
-def main() -> None:
+def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--torchrun", action="store_true", help="two processes, started here")
+    options = parser.parse_args()
+    if options.torchrun and not under_torchrun():
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        return subprocess.call([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
     result = measure()
-    if parser.parse_args().json:
-        print(json.dumps(result))
-    else:
-        show(result)
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(result)) if options.json else show(result)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,14 +1,16 @@
 """Train a byte-level GPT on real text over pipeline ranks, or unpartitioned with --reference.
 
-    python examples/train_gpt.py --ranks 4 --steps 30
-    python examples/train_gpt.py --reference --steps 30 --json
+    torchrun --nproc-per-node 4 examples/train_gpt.py --steps 30     # a process per rank
+    python examples/train_gpt.py --ranks 4 --steps 30                # all ranks in one process
+    python examples/train_gpt.py --reference --steps 30
 
-Both print the same losses and the same hash over all gradients, whatever the dispatch order was:
-try another --hint, and --delay-seed to shake the order up.
+With --json all print the same losses and the same hash over all gradients, whatever the dispatch
+order was: try another --hint, and --delay-seed to shake the order up.
 """
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,7 +53,9 @@ async def train_rank(
     """Train this rank's stage of the model."""
     if options.delay_seed is not None:
         world = rrfp_async.with_delays(world, rrfp_async.Delays(options.delay_seed))
-    stage = stage_of(build_layers(MODEL, options.seed), world.rank, options.ranks)
+    ranks = world.topology.world_size
+    device = world.device.torch_device
+    stage = stage_of(build_layers(MODEL, options.seed), world.rank, ranks).to(device)
     config = rrfp_async.Config(
         microbatches=options.microbatches,
         hint=options.hint,
@@ -66,7 +70,7 @@ async def train_rank(
             inputs, targets = sample(
                 text, seed=options.seed, step=step, batch=options.batch, context=MODEL.context
             )
-            result = await runtime.train_step(inputs, target=targets)
+            result = await runtime.train_step(inputs.to(device), target=targets.to(device))
             history.losses.append(result.loss)
             history.step_s.append(result.step_s)
             if world.rank == 0:
@@ -80,7 +84,9 @@ def train_pipeline(options: argparse.Namespace, text: torch.Tensor, on_step: OnS
 
     async def main() -> list[History]:
         return await rrfp_async.run_local(
-            options.ranks, lambda world: train_rank(world, options, text, on_step)
+            options.ranks,
+            lambda world: train_rank(world, options, text, on_step),
+            device=options.device,
         )
 
     histories = rrfp_async.run(main)
@@ -89,9 +95,25 @@ def train_pipeline(options: argparse.Namespace, text: torch.Tensor, on_step: OnS
     return histories[0]
 
 
+def train_process(options: argparse.Namespace, text: torch.Tensor, on_step: OnStep) -> History:
+    """Train as the one rank that torchrun started here; rank 0 collects everyone's hashes."""
+    world = rrfp_async.torchrun_world(device=options.device)
+
+    async def main() -> History:
+        async with world:
+            return await train_rank(world, options, text, on_step)
+
+    history = rrfp_async.run(main)
+    world.store.set(f"digests/{world.rank}", json.dumps(history.digests))
+    if world.rank == 0:
+        for rank in range(1, world.topology.world_size):
+            history.digests |= json.loads(world.store.get(f"digests/{rank}"))
+    return history
+
+
 def train_reference(options: argparse.Namespace, text: torch.Tensor, on_step: OnStep) -> History:
     """Train the unpartitioned model: same seed, batches and microbatches, plain torch."""
-    model = stage_of(build_layers(MODEL, options.seed), 0, 1)
+    model = stage_of(build_layers(MODEL, options.seed), 0, 1).to(options.device)
     optimizer = make_optimizer(list(model.parameters()))
     history = History()
     for step in range(options.steps):
@@ -102,8 +124,8 @@ def train_reference(options: argparse.Namespace, text: torch.Tensor, on_step: On
         optimizer.zero_grad()
         loss_sum = 0.0
         parts = zip(
-            inputs.tensor_split(options.microbatches),
-            targets.tensor_split(options.microbatches),
+            inputs.to(options.device).tensor_split(options.microbatches),
+            targets.to(options.device).tensor_split(options.microbatches),
             strict=True,
         )
         for part, target in parts:
@@ -126,7 +148,7 @@ def report(options: argparse.Namespace, history: History) -> str:
         {
             "losses": history.losses,
             "step_s": history.step_s,
-            "ranks": 1 if options.reference else options.ranks,
+            "ranks": options.ranks,
             "hint": None if options.reference else options.hint,
             "grad_sha256": combined_digest(names, history.digests),
         }
@@ -137,8 +159,10 @@ def train(options: argparse.Namespace) -> History:
     """Train with a progress bar on a terminal, and with lines elsewhere."""
     text = load_text(options.data)
     run = train_reference if options.reference else train_pipeline
+    if under_torchrun() and not options.reference:
+        run = train_process
     console = Console(stderr=True)
-    if not console.is_terminal:
+    if not console.is_terminal or not is_first():
 
         def tell(step: int, loss: float) -> None:
             if step % 5 == 0 or step == options.steps - 1:
@@ -155,6 +179,16 @@ def train(options: argparse.Namespace) -> History:
         return run(options, text, advance)
 
 
+def under_torchrun() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process is the one that talks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def positive(word: str) -> int:
     """An int of at least 1 from the command line."""
     if not word.isdecimal() or int(word) < 1:
@@ -165,7 +199,7 @@ def positive(word: str) -> int:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=positive, default=4, help="pipeline ranks (default 4)")
+    parser.add_argument("--ranks", type=positive, help="pipeline ranks (default 4, or torchrun's)")
     parser.add_argument("--reference", action="store_true", help="train unpartitioned")
     parser.add_argument("--steps", type=positive, default=30)
     parser.add_argument("--batch", type=positive, default=16, help="samples a step (default 16)")
@@ -173,10 +207,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hint", choices=list(HINTS), default="bf")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
     parser.add_argument("--delay-seed", type=int, help="sleep at random before sends and tasks")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--data", type=Path, help="a file or folder of text (default: stdlib)")
     parser.add_argument("--trace-dir", type=Path, help="write each rank's dispatch log there")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+    if started is not None and options.ranks not in (None, started):
+        parser.error(f"--ranks {options.ranks}, but torchrun started {started}: leave it out")
+    options.ranks = 1 if options.reference else options.ranks or started or 4
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -188,9 +228,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except rrfp_async.RrfpError as error:
+        print(f"error on rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        print(f"rank {os.environ.get('RANK', '0')} interrupted", file=sys.stderr)
         return 130
+    if not is_first():
+        return 0
     first, last = history.losses[0], history.losses[-1]
     who = "the unpartitioned model" if options.reference else f"{options.ranks} pipeline ranks"
     print(f"{who}: loss {first:.4f} -> {last:.4f} in {options.steps} steps")

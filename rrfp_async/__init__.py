@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rrfp_async.runtime import Runtime, StepResult
     from rrfp_async.tasks.batch import Microbatches
     from rrfp_async.topology import Topology
+    from rrfp_async.torchrun import torchrun_world
     from rrfp_async.world import World, local_world, with_delays
 
 _ROOM_OF = {
@@ -53,6 +54,7 @@ _ROOM_OF = {
     "local_world": "world",
     "run": "launch",
     "run_local": "launch",
+    "torchrun_world": "torchrun",
     "with_delays": "world",
 }
 
@@ -81,6 +83,7 @@ __all__ = [
     "local_world",
     "run",
     "run_local",
+    "torchrun_world",
     "with_delays",
 ]
 

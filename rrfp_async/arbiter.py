@@ -73,6 +73,11 @@ class Arbiter:
             self._ready.add(task)
             self._hint.add(task)
 
+    @property
+    def ready(self) -> frozenset[TaskId]:
+        """The tasks that are ready and not dispatched."""
+        return frozenset(self._ready)
+
     def choose(self) -> Decision:
         """The best ready and admissible task. Changes nothing, so it may be asked again."""
         ready = len(self._ready)

@@ -8,7 +8,8 @@ split, what a module computes, or when the optimizer steps.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,20 +20,23 @@ from rrfp_async.arbiter import Arbiter, Decision
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header, Message
 from rrfp_async.config import Config
-from rrfp_async.errors import ProtocolError, StepFailed
+from rrfp_async.errors import ProtocolError, StepFailed, TransferError
 from rrfp_async.gpu.device import adopt_num_threads
 from rrfp_async.hints import make_hint
 from rrfp_async.ids import Link, TaskId, TaskKind
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
-from rrfp_async.tasks.kinds import KINDS, TaskContext
+from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
 from rrfp_async.tasks.stage import Outgoing, Stage, StageInputs
+from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.records import DispatchRecord
 from rrfp_async.trace.writer import Trace
 from rrfp_async.world import Wires, World
 
 _HELD_MOST = 65_536
+_PROGRESS_EVERY_S = 5.0
+_EXPLAIN_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class StepRequest:
 class StepReport:
     """What a step came to on this rank. Times in seconds; see `runtime.StepResult`."""
 
+    step: int
     loss: float | None
     losses: list[float]
     outputs: list[Any]
@@ -89,10 +94,15 @@ class Dispatcher:
         self._backpressure = Backpressure(config.limit, chunks=topology.chunks)
         self._arbiter = Arbiter(make_hint(config.hint), self._backpressure)
         self._sequences: Counter[Link] = Counter()
-        self._held: deque[tuple[int, Message]] = deque()
+        self._held: deque[tuple[int, Header]] = deque()
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
         self._wake = asyncio.Event()
         self._times = _Times()
+        self._free_since_s = 0.0
+        self._first_failure: Exception | None = None
+        self._ending = False
+        self._journal = Journal(world.clock)
+        self._stall_timeout_s = config.stall_timeout_s
 
     async def run_step(self, request: StepRequest) -> StepReport:
         """Run one step together with every other rank.
@@ -102,42 +112,64 @@ class Dispatcher:
             StepFailed: If anything else ends the step, here or elsewhere.
         """
         self._times = _Times()
+        self._journal.begin_step()
+        self._first_failure = None
+        self._ending = False
         self._session.open_step(training=request.training)
         try:
             async with asyncio.TaskGroup() as group:
-                reader = group.create_task(self._read())
+                company = [group.create_task(self._read()), group.create_task(self._watch())]
                 report = await self._run(request)
-                reader.cancel()
+                for task in company:
+                    task.cancel()
                 return report
         except BaseExceptionGroup as errors:
-            failure = _first_of(errors)
+            failure = self._came_first(errors)
         finally:
             self._transfers = None
             self._end_stages()
-        self._ready_set.reset()
+            self._ready_set.reset()
         if isinstance(failure, StepFailed | ValueError):
             raise failure
         raise self._session.failed(failure) from failure
+
+    def _came_first(self, errors: BaseException) -> BaseException:
+        return self._first_failure or errors
+
+    @contextmanager
+    def _part_of_step(self) -> Iterator[None]:
+        """Note what ends first, before the TaskGroups wind the rest of the step up."""
+        try:
+            yield
+        except BaseException as error:
+            if not self._ending and isinstance(error, Exception):
+                self._first_failure = error
+            self._ending = True
+            raise
 
     # -- the course of a step ------------------------------------------------------------------
 
     async def _run(self, request: StepRequest) -> StepReport:
         clock, times = self._world.clock, self._times
-        begun = clock()
-        arguments = self._split_inputs(request.batch)
-        sizes = await self._session.begin(request.batch.sizes(arguments) if arguments else None)
-        await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
+        begun, number = clock(), self._session.steps_done
+        with self._part_of_step():
+            arguments = self._split_inputs(request.batch)
+            announced = request.batch.sizes(arguments) if arguments else None
+            sizes = await self._session.begin(announced)
+            await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
         times.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
-            self._begin(request, arguments, sizes)
-            await self._dispatch_all()
+            with self._part_of_step():
+                self._begin(request, arguments, sizes)
+                await self._dispatch_all()
             drained = clock()
-        losses = await self._losses()
-        loss = await self._session.end(_weighted(losses, sizes))
+        with self._part_of_step():
+            losses = await self._losses()
+            loss = await self._session.end(_weighted(losses, sizes))
         times.blocking_s += clock() - drained
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (times.compute_s, times.blocking_s, times.coordination_s)
-        return StepReport(loss, losses, outputs, *spent, self._backpressure.peak)
+        return StepReport(number, loss, losses, outputs, *spent, self._backpressure.peak)
 
     def _split_inputs(self, batch: Batch) -> list[Arguments]:
         takes_inputs = any(stage.is_source for stage in self._stages.values())
@@ -159,8 +191,8 @@ class Dispatcher:
         self._arbiter.begin_step(tasks)
         self._arbiter.add(self._ready_set.ready_now())
         held, self._held = self._held, deque()
-        for source, message in held:
-            self._handle(source, message)
+        for source, header in held:
+            self._handle(source, header)
 
     def _stage_inputs(
         self,
@@ -206,14 +238,30 @@ class Dispatcher:
 
     async def _perform(self, task: TaskId) -> None:
         try:
+            self._journal.note("dispatched", task)
             outcome = await KINDS[task.kind](self._context, task)
         except Exception as error:
-            raise self._session.failed(error, task) from error
-        self._times.compute_s += outcome.finished_s - outcome.started_s
-        for outgoing in outcome.outgoing:
-            self._depart(task, outgoing)
+            records = self._journal.about(task)
+            raise self._session.failed(error, task, records=records) from error
+        self._journal.note("completed", task)
+        if outcome.computed.finish is None:
+            self._leave(task, outcome, outcome.computed.finished_s)
+        else:  # launched: what comes next here may be launched behind it, headers must wait
+            self._transfer_group().create_task(self._leave_later(task, outcome))
         self._backpressure.completed(task)
         self._arbiter.add(self._ready_set.completed(task))
+
+    async def _leave_later(self, task: TaskId, outcome: Outcome) -> None:
+        if outcome.computed.finish is not None:
+            with self._part_of_step():
+                self._leave(task, outcome, await outcome.computed.finish)
+
+    def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
+        """The task has left the device: count its time there, and send what it made."""
+        self._times.compute_s += finished_s - max(outcome.computed.started_s, self._free_since_s)
+        self._free_since_s = finished_s
+        for outgoing in outcome.outgoing:
+            self._depart(task, outgoing)
 
     async def _losses(self) -> list[float]:
         """The last stage's losses, read where their tensors are; nothing on other ranks."""
@@ -244,15 +292,31 @@ class Dispatcher:
             self._transfer_group().create_task(self._send(header, outgoing))
 
     async def _send(self, header: Header, outgoing: Outgoing) -> None:
-        await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
+        """Send an edge's tensors, which must not have changed by the time the receiver has them."""
+        async with self._arriving():
+            await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
+            outgoing.check_unchanged(header.task)
+        self._journal.note("sent the result of", header.task)
         if header.task.kind is TaskKind.F:
             self._backpressure.send_closed()
             self._wake.set()
 
     async def _receive(self, header: Header) -> None:
         specs = [spec for spec in header.specs if spec is not None]
-        tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
-        self._deliver(header, tensors)
+        async with self._arriving():
+            tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
+            self._world.device.adopt(tensors)
+            self._deliver(header, tensors)
+
+    @asynccontextmanager
+    async def _arriving(self) -> AsyncIterator[None]:
+        """Let the bus speak first where a transfer breaks: it knows whether the peer is gone."""
+        with self._part_of_step():
+            try:
+                yield
+            except TransferError:
+                await asyncio.sleep(_EXPLAIN_S)
+                raise
 
     def _deliver(self, header: Header, tensors: list[torch.Tensor]) -> None:
         edge, microbatch = header.edge, header.task.microbatch
@@ -265,6 +329,7 @@ class Dispatcher:
             gradients = [None if spec is None else next(present) for spec in header.specs]
             self._stages[edge.source].deliver_gradient(edge, microbatch, gradients)
             ready = self._ready_set.gradient_arrived(edge, microbatch)
+        self._journal.note("received the result of", header.task)
         self._arbiter.add(ready)
         self._wake.set()
 
@@ -276,27 +341,40 @@ class Dispatcher:
     # -- messages ------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        held, self._held = self._held, deque()
-        for source, message in held:
-            self._handle(source, message)
-        while True:
-            source, message = await self._wires.bus.next_message()
-            self._handle(source, message)
+        with self._part_of_step():
+            while True:
+                source, message = await self._wires.bus.next_message()
+                self._handle(source, message)
+
+    async def _watch(self) -> None:
+        """Tell from time to time how far this rank is, so that a stall is found and explained."""
+        before = -1
+        with self._part_of_step():
+            while True:
+                await asyncio.sleep(min(self._stall_timeout_s / 4, _PROGRESS_EVERY_S))
+                events = self._journal.events
+                self._session.report_progress(events, self._report() if events == before else "")
+                before = events
+
+    def _report(self) -> str:
+        """What is ready here, what is waited for, and which transfers are open, in words."""
+        transfers = self._wires.transfer.statistics()
+        ready = ", ".join(sorted(map(str, self._arbiter.ready))[:8]) or "nothing"
+        return (
+            f"{ready} ready; {self._ready_set.summary()}; {transfers.open_sends} sends and "
+            f"{transfers.open_receives} receives open; {self._journal.last()}"
+        )
 
     def _handle(self, source: int, message: Message) -> None:
-        """Act on a message now, or hold it until its step and its tasks are there."""
-        is_header = isinstance(message, Header)
-        if self._session.is_early(message) or (is_header and self._transfers is None):
-            self._hold(source, message)
-        elif isinstance(message, Header):
-            self._on_header(source, message)
-        else:
+        """Act on a message now, or hold a header until its step and its tasks are there."""
+        if not isinstance(message, Header):
             self._session.handle(source, message)
-
-    def _hold(self, source: int, message: Message) -> None:
-        if len(self._held) >= _HELD_MOST:
-            raise ProtocolError(f"{_HELD_MOST} early messages wait; the last from rank {source}")
-        self._held.append((source, message))
+        elif self._session.is_early(message) or self._transfers is None:
+            if len(self._held) >= _HELD_MOST:
+                raise ProtocolError(f"{_HELD_MOST} early headers wait; the last from rank {source}")
+            self._held.append((source, message))
+        elif not self._ending:
+            self._on_header(source, message)
 
     def _on_header(self, source: int, header: Header) -> None:
         edge, microbatch = header.edge, header.task.microbatch
@@ -310,12 +388,6 @@ class Dispatcher:
             self._transfer_group().create_task(self._receive(header))
         else:
             self._deliver(header, [])
-
-
-def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error that came first: groups keep the order in which their tasks failed."""
-    first = errors.exceptions[0]
-    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _weighted(losses: list[float], sizes: tuple[int, ...]) -> float | None:

@@ -52,6 +52,7 @@ class StepFailed(RrfpError):
         microbatch: The microbatch of the failed task, or None outside a task.
         cause: The original exception as `Type: message`. On the rank where it arose the exception
             itself is `__cause__`.
+        records: The last things that happened to the task on that rank, oldest first.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class StepFailed(RrfpError):
         stage: int | None = None,
         task: str | None = None,
         microbatch: int | None = None,
+        records: tuple[str, ...] = (),
     ) -> None:
         self.rank = rank
         self.step = step
@@ -70,7 +72,9 @@ class StepFailed(RrfpError):
         self.task = task
         self.microbatch = microbatch
         self.cause = cause
+        self.records = records
         where = f"rank {rank}"
         if task is not None:
             where += f", stage {stage}, task {task}, microbatch {microbatch}"
-        super().__init__(f"step {step} failed on {where}: {cause}")
+        told = "".join(f"\n    {record}" for record in records)
+        super().__init__(f"step {step} failed on {where}: {cause}{told}")

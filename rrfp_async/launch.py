@@ -4,7 +4,9 @@ Knows worlds and coroutines, nothing of steps.
 """
 
 import asyncio
+import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -16,6 +18,9 @@ T = TypeVar("T")
 SWITCH_INTERVAL_S = 0.0005
 """The interpreter's thread switch interval under `run`, in seconds. See docs/design.md."""
 
+TERM_GRACE_S = 3.0
+"""How long after SIGTERM `run` lets its program end by itself, in seconds."""
+
 
 def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run `main`, a coroutine or a function that returns one, on a new uvloop; return its result.
@@ -23,19 +28,56 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> 
     For the duration the interpreter's switch interval is `SWITCH_INTERVAL_S`: at its usual 5 ms a
     compute thread that is busy in Python keeps the loop waiting that long for every wake-up.
     Inside a loop that runs already (a notebook), await your coroutine instead.
+
+    Raises:
+        SystemExit: With status 143 after SIGTERM, once `main` was cancelled and has cleaned up.
+        KeyboardInterrupt: After SIGINT, likewise.
     """
     coroutine = main() if callable(main) else main
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            return runner.run(coroutine)
+            return runner.run(_until_terminated(coroutine))
     finally:
         sys.setswitchinterval(before)
 
 
+async def _until_terminated(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await `coroutine`; on SIGTERM cancel it a little later, so that it can tell its peers.
+
+    torchrun ends its processes with SIGTERM as soon as one of them has died, often before the
+    others know why. Given that little time, they end by themselves and name the cause.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    terminated = False
+
+    def terminate() -> None:
+        nonlocal terminated
+        terminated = True
+        if task is not None:
+            loop.call_later(TERM_GRACE_S, task.cancel)
+
+    on_main_thread = threading.current_thread() is threading.main_thread()
+    if on_main_thread and sys.platform != "win32":
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        return await coroutine
+    except asyncio.CancelledError:
+        if terminated:
+            sys.exit(128 + signal.SIGTERM)
+        raise
+    finally:
+        if on_main_thread and sys.platform != "win32":
+            loop.remove_signal_handler(signal.SIGTERM)
+
+
 async def run_local(
-    n: int, main: Callable[[World], Awaitable[T]], *, topology: Topology | None = None
+    n: int,
+    main: Callable[[World], Awaitable[T]],
+    *,
+    topology: Topology | None = None,
+    device: str = "cpu",
 ) -> list[T]:
     """Run `main(world)` for every rank of a local world of `n` ranks at once.
 
@@ -47,7 +89,7 @@ async def run_local(
     """
     failure: BaseException | None = None
     tasks: list[asyncio.Task[T]] = []
-    async with local_world(n, topology) as worlds:
+    async with local_world(n, topology, device=device) as worlds:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_call(main, world)) for world in worlds]

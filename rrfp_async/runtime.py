@@ -5,10 +5,12 @@ steps the optimizer. It does not know in which order tasks run or how anything t
 """
 
 import asyncio
+import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +20,7 @@ import torch
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher, StepReport, StepRequest
 from rrfp_async.errors import DataExhausted, StateError
+from rrfp_async.gpu.completion import WaitingThread
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Batch
 from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages
@@ -26,6 +29,7 @@ from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import World
 
 _NO_MORE = object()
+_EDGES_MOST = 1_000  # characters; longer lists are compared by their hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,7 @@ class Runtime:
         self.optimizer = build_optimizer(optimizer, self.parameters(), world.rank)
         self._data: Iterator[tuple[Any, Any]] | None = None if data is None else iter(data)
         self._resources = AsyncExitStack()
+        self._data_thread: WaitingThread | None = None
         self._dispatcher: Dispatcher | None = None
         self._session: Session | None = None
         self._busy = False
@@ -125,15 +130,18 @@ class Runtime:
         return self
 
     async def _start(self) -> None:
-        wires = await self._resources.enter_async_context(self._world.connect())
+        wires = await self._resources.enter_async_context(self._world.connect(self._config))
         self._session = Session(
             bus=wires.bus,
             rank=self._world.rank,
             topology=self._world.topology,
             settings=_settings(self._config, self._world),
+            clock=self._world.clock,
+            stall_timeout_s=self._config.stall_timeout_s,
         )
         self._resources.callback(self._session.say_farewell)
-        trace = self._resources.enter_context(open_trace(self._config.trace_dir, self._world.rank))
+        trace = open_trace(self._config.trace_dir, self._world.rank)
+        self._resources.push_async_callback(asyncio.to_thread, trace.close)
         self._dispatcher = Dispatcher(
             world=self._world,
             wires=wires,
@@ -212,17 +220,22 @@ class Runtime:
         report = await self._run(args, kwargs, target, training=True)
         self._gradients_used = update
         if update:
-            await self._update()
+            await self._update(report.step)
         return _result(report, self._world.clock() - begun)
 
-    async def _update(self) -> None:
+    async def _update(self, step: int) -> None:
         if self.optimizer is not None:
-            with self._naming_this_rank():
+            with self._naming_this_rank(step):
                 await self._world.device.run(self.optimizer.step)
 
     async def _evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> StepResult:
+        if self._needs_target and target is not None and self._loss_fn is None:
+            raise ValueError(
+                f"eval_step on rank {self._world.rank} got a target and has no loss_fn: give "
+                f"Runtime(..., loss_fn=...), or leave the target out"
+            )
         begun = self._world.clock()
         report = await self._run(args, kwargs, target, training=False)
         return _result(report, self._world.clock() - begun)
@@ -244,7 +257,10 @@ class Runtime:
     ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
         """The next of `data=`, fetched on a thread: loading may block."""
         with self._naming_this_rank():
-            item = await asyncio.to_thread(next, data, _NO_MORE)
+            if self._data_thread is None:
+                self._data_thread = WaitingThread(self._world.clock, name="rrfp-data")
+                self._resources.callback(self._data_thread.close)
+            item = (await self._data_thread.submit(partial(next, data, _NO_MORE))).value
         if item is _NO_MORE:
             raise DataExhausted(
                 f"data= of rank {self._world.rank} has no further batch: end the loop earlier or "
@@ -260,14 +276,14 @@ class Runtime:
         return inputs if isinstance(inputs, tuple) else (inputs,), {}, target
 
     @contextmanager
-    def _naming_this_rank(self) -> Iterator[None]:
+    def _naming_this_rank(self, step: int | None = None) -> Iterator[None]:
         """Turn what the user's code raises outside a task into the end of the step."""
         try:
             yield
         except Exception as error:
             if self._session is None:
                 raise
-            raise self._session.failed(error) from error
+            raise self._session.failed(error, step=step) from error
 
     async def _guarded(self, step: Any) -> StepResult:
         """Run a step if the Runtime's state allows it; tell every rank if it fails."""
@@ -284,6 +300,7 @@ class Runtime:
             self._failure = error
             if self._session is not None:
                 self._session.tell_failure(error)
+            await self._resources.aclose()  # whom the message cannot reach sees the end instead
             raise
         finally:
             self._busy = False
@@ -317,6 +334,8 @@ async def _raiser(error: Exception) -> StepResult:
 def _settings(config: Config, world: World) -> tuple[tuple[str, str], ...]:
     """What must be equal on every rank, as words."""
     edges = " ".join(map(str, world.topology.graph))
+    if len(edges) > _EDGES_MOST:
+        edges = hashlib.sha256(edges.encode()).hexdigest()
     ours = (("version", version("rrfp-async")), ("stages", str(world.topology.num_stages)))
     return (*ours, ("edges", edges), *config.agreed())
 

@@ -4,9 +4,14 @@ The first rank announces a step once every rank has greeted it with equal settin
 once every rank has run its tasks. So a step that returns on one rank has succeeded on all. The
 session is handed its messages by the dispatcher, and may send; it does not know what a step's
 tasks are.
+
+A message may come before its step is open here: from a rank that is ahead, or right behind the
+message that ended the last step. It is held until then, so that nothing a later step brings can
+undo an earlier one, and nothing is lost.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -17,6 +22,8 @@ from rrfp_async.bus.messages import (
     Farewell,
     Hello,
     Message,
+    PeerLost,
+    Progress,
     RankDone,
     StepBegin,
     StepEnd,
@@ -27,6 +34,8 @@ from rrfp_async.topology import Topology
 
 FIRST_RANK = 0
 """The rank that announces steps and ends them."""
+
+_HELD_MOST = 65_536
 
 Settings = tuple[tuple[str, str], ...]
 M = TypeVar("M")
@@ -39,46 +48,69 @@ class Session:
         steps_done: Steps that have ended well; the number of the current or next one.
     """
 
-    def __init__(self, *, bus: Bus, rank: int, topology: Topology, settings: Settings) -> None:
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        rank: int,
+        topology: Topology,
+        settings: Settings,
+        clock: Callable[[], float],
+        stall_timeout_s: float,
+    ) -> None:
         self.steps_done = 0
         self._bus = bus
         self._rank = rank
         self._world_size = topology.world_size
         self._last_rank = topology.rank_of(topology.last_stage)
         self._settings = settings
+        self._clock = clock
+        self._stall_timeout_s = stall_timeout_s
         self._greeted: set[int] = set()
         self._all_greeted = asyncio.Event()
-        self._training = False
-        self._announced: asyncio.Future[StepBegin] | None = None
-        self._ended: asyncio.Future[StepEnd] | None = None
-        self._done: dict[int, float | None] = {}
+        self._left: set[int] = set()
+        self._held: deque[tuple[int, Message]] = deque()
+        self._in_step = False
         self._handlers: Mapping[type[Message], Callable[[int, Any], None]] = {
             Hello: self._on_hello,
             StepBegin: self._on_step_begin,
             RankDone: self._on_rank_done,
             StepEnd: self._on_step_end,
+            Progress: self._on_progress,
             Failure: self._on_failure,
             Farewell: self._on_farewell,
+            PeerLost: self._on_peer_lost,
         }
+
+    # -- the course of a step ------------------------------------------------------------------
 
     def open_step(self, *, training: bool) -> None:
         """This rank is ready for its next step, of that mode."""
         loop = asyncio.get_running_loop()
         self._training = training
-        self._announced = loop.create_future()
-        self._ended = loop.create_future()
-        self._done = {}
+        self._announced: asyncio.Future[StepBegin] = loop.create_future()
+        self._ended: asyncio.Future[StepEnd] = loop.create_future()
+        self._done: dict[int, float | None] = {}
+        self._progress: dict[int, Progress] = {}
+        self._progressed_s = self._clock()
+        self._in_step = True
 
     async def begin(self, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
         """Announce the step (on the first rank, with its `sizes`) or wait for its announcement.
 
         Returns:
             The samples of each microbatch, equal on every rank.
+
+        Raises:
+            StepFailed: If a rank has failed or left before.
         """
+        held, self._held = self._held, deque()
+        for source, message in held:
+            self.handle(source, message)
         if self._rank != FIRST_RANK or sizes is None:
             if self.steps_done == 0:
                 self._bus.send_nowait(FIRST_RANK, Hello(self._settings))
-            return (await _open(self._announced)).sizes
+            return (await self._announced).sizes
         if self._world_size > 1:
             await self._all_greeted.wait()
         self._tell_all(StepBegin(self.steps_done, self._training, sizes))
@@ -95,54 +127,97 @@ class Session:
             self._on_rank_done(self._rank, done)
         else:
             self._bus.send_nowait(FIRST_RANK, done)
-        end = await _open(self._ended)
-        self.steps_done += 1
-        return end.loss
+        return (await self._ended).loss
 
-    def is_early(self, message: Message) -> bool:
-        """Whether `message` belongs to a step that this rank has not opened yet.
+    def report_progress(self, events: int, report: str) -> None:
+        """Tell how far this rank is; `report` is what it waits for, if nothing has happened.
 
         Raises:
-            ProtocolError: If it belongs to one that has ended.
+            StepFailed: On the first rank, if no rank has progressed within the stall timeout; on
+                others, if the first rank has not announced the step within twice that.
         """
-        if isinstance(message, Hello | Failure | Farewell):
-            return False
-        if message.step < self.steps_done:
-            raise ProtocolError(f"{message} came in step {self.steps_done}")
-        return message.step > self.steps_done
+        progress = Progress(self.steps_done, events, report)
+        timeout_s = self._stall_timeout_s
+        if self._rank == FIRST_RANK:
+            self._on_progress(self._rank, progress)
+        else:
+            self._bus.send_nowait(FIRST_RANK, progress)
+            if self._announced.done():
+                return
+            timeout_s *= 2  # the first rank knows more, if it is there
+        if self._clock() - self._progressed_s >= timeout_s:
+            raise StepFailed(rank=FIRST_RANK, step=self.steps_done, cause=self._stalled())
+
+    # -- failing and leaving -------------------------------------------------------------------
+
+    def failed(
+        self,
+        error: BaseException,
+        task: TaskId | None = None,
+        *,
+        step: int | None = None,
+        records: tuple[str, ...] = (),
+    ) -> StepFailed:
+        """`error`, which arose on this rank, as the end of `step` (by default, of the current)."""
+        return StepFailed(
+            rank=self._rank,
+            step=self.steps_done if step is None else step,
+            stage=None if task is None else task.stage,
+            task=None if task is None else str(task),
+            microbatch=None if task is None else task.microbatch,
+            cause=f"{type(error).__name__}: {error}",
+            records=records,
+        )
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell every rank of a step that `error` ended, also if another rank told us.
+
+        What this rank says next is that it leaves; whoever hears that first must know why.
+        """
+        failed = error if isinstance(error, StepFailed) else self.failed(error)
+        fields = (failed.stage, failed.task, failed.microbatch, failed.cause, failed.records)
+        self._tell_reachable(Failure(failed.step, failed.rank, *fields))
+
+    def say_farewell(self) -> None:
+        """Tell every rank that this one takes part in no further step."""
+        self._tell_reachable(Farewell(self.steps_done))
+
+    # -- what others say -----------------------------------------------------------------------
 
     def handle(self, source: int, message: Message) -> None:
-        """Act on a message of the current step, headers apart.
+        """Act on a message, headers apart, now or once its step is open.
 
         Raises:
             StepFailed: If another rank failed or left.
             ProtocolError: If the message has no place here.
         """
-        self._handlers[type(message)](source, message)
+        if isinstance(message, Farewell):
+            self._left.add(source)
+        if not self.is_early(message):
+            self._handlers[type(message)](source, message)
+            return
+        if len(self._held) >= _HELD_MOST:
+            raise ProtocolError(f"{_HELD_MOST} early messages wait; the last from rank {source}")
+        self._held.append((source, message))
 
-    def failed(self, error: BaseException, task: TaskId | None = None) -> StepFailed:
-        """`error`, which arose on this rank, as the end of the current step."""
-        return StepFailed(
-            rank=self._rank,
-            step=self.steps_done,
-            stage=None if task is None else task.stage,
-            task=None if task is None else str(task),
-            microbatch=None if task is None else task.microbatch,
-            cause=f"{type(error).__name__}: {error}",
-        )
+    def is_early(self, message: Message) -> bool:
+        """Whether `message` belongs to a step that is not open here yet.
 
-    def tell_failure(self, error: BaseException) -> None:
-        """Tell every rank of a step that `error` ended, unless another rank told us."""
-        failed = error if isinstance(error, StepFailed) else self.failed(error)
-        if failed.rank == self._rank:
-            fields = (failed.stage, failed.task, failed.microbatch, failed.cause)
-            with suppress(BusError):  # the bus may be what failed
-                self._tell_all(Failure(failed.step, failed.rank, *fields))
-
-    def say_farewell(self) -> None:
-        """Tell every rank that this one takes part in no further step."""
-        with suppress(BusError):
-            self._tell_all(Farewell(self.steps_done))
+        Raises:
+            ProtocolError: If it belongs to one that has ended.
+        """
+        match message:
+            case Progress():
+                return False
+            case Hello() | PeerLost():
+                return not self._in_step
+            case Failure():
+                return not self._in_step or message.step > self.steps_done
+            case Farewell():
+                return not self._in_step or message.steps > self.steps_done
+        if message.step < self.steps_done:
+            raise ProtocolError(f"{message} came in step {self.steps_done}")
+        return not self._in_step or message.step > self.steps_done
 
     def _on_hello(self, source: int, message: Hello) -> None:
         if message.settings != self._settings:
@@ -165,10 +240,20 @@ class Session:
         if len(self._done) == self._world_size:
             end = StepEnd(message.step, self._done[self._last_rank])
             self._tell_all(end)
-            _settle(self._ended, end)
+            self._on_step_end(self._rank, end)
 
     def _on_step_end(self, _source: int, message: StepEnd) -> None:
         _settle(self._ended, message)
+        self._in_step = False
+        self.steps_done += 1
+
+    def _on_progress(self, source: int, message: Progress) -> None:
+        if not self._in_step or message.step != self.steps_done:
+            return
+        before = self._progress.get(source)
+        if before is None or before.events != message.events:
+            self._progressed_s = self._clock()
+        self._progress[source] = message
 
     def _on_failure(self, _source: int, message: Failure) -> None:
         raise StepFailed(
@@ -178,32 +263,49 @@ class Session:
             task=message.task,
             microbatch=message.microbatch,
             cause=message.cause,
+            records=message.records,
         )
 
     def _on_farewell(self, source: int, message: Farewell) -> None:
-        if message.steps <= self.steps_done:
-            raise StepFailed(
-                rank=source,
-                step=self.steps_done,
-                cause=f"it closed its Runtime after {message.steps} steps",
-            )
+        cause = f"it closed its Runtime after {message.steps} steps"
+        raise StepFailed(rank=source, step=self.steps_done, cause=cause)
+
+    def _on_peer_lost(self, source: int, message: PeerLost) -> None:
+        if source not in self._left:
+            raise StepFailed(rank=source, step=self.steps_done, cause=message.reason)
+
+    def _stalled(self) -> str:
+        """Why the step is given up: what each rank said last."""
+        if self._rank != FIRST_RANK:
+            waited_s = 2 * self._stall_timeout_s
+            return f"it has not announced the step within {waited_s} s (twice stall_timeout_s)"
+        reports = []
+        for rank in range(self._world_size):
+            progress = self._progress.get(rank)
+            told = "is not in this step" if progress is None else progress.report or "no report"
+            reports.append(f"rank {rank}: {told}")
+        told = "; ".join(reports)
+        return f"nothing progressed on any rank for {self._stall_timeout_s} s. {told}"
 
     def _tell_all(self, message: Message) -> None:
         for rank in range(self._world_size):
             if rank != self._rank:
                 self._bus.send_nowait(rank, message)
 
+    def _tell_reachable(self, message: Message) -> None:
+        """Tell whom it can: some peers, or the bus itself, may be what failed."""
+        for rank in range(self._world_size):
+            if rank != self._rank:
+                with suppress(BusError):
+                    self._bus.send_nowait(rank, message)
 
-def _open(future: "asyncio.Future[M] | None") -> "asyncio.Future[M]":
-    if future is None:
-        raise ProtocolError("no step is open")
-    return future
 
-
-def _settle(future: "asyncio.Future[M] | None", message: M) -> None:
-    if _open(future).done():
+def _settle(future: "asyncio.Future[M]", message: M) -> None:
+    if future.cancelled():  # whoever waited was cancelled, and the step with it
+        return
+    if future.done():
         raise ProtocolError(f"{message} came twice")
-    _open(future).set_result(message)
+    future.set_result(message)
 
 
 def _difference(rank: int, theirs: Settings, own_rank: int, own: Settings) -> str:

@@ -101,6 +101,12 @@ class Topology:
         """Whether `stage` takes the step's inputs."""
         return not self.in_edges(stage)
 
+    def links(self) -> tuple[Link, ...]:
+        """Every link between different ranks, in an order that is the same on every rank."""
+        both = [self.activation_link(edge) for edge in self.graph]
+        both += [self.gradient_link(edge) for edge in self.graph]
+        return tuple(dict.fromkeys(link for link in both if link.source != link.target))
+
     def activation_link(self, edge: Edge) -> Link:
         """The link that the activations of `edge` travel on."""
         return Link(self.rank_of(edge.source), self.rank_of(edge.target))

@@ -5,15 +5,23 @@ This file builds the twins of one process (`local_world`). It does not know what
 
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
 
 from rrfp_async.bus.base import Bus
 from rrfp_async.bus.inproc import InprocHub
+from rrfp_async.config import Config
 from rrfp_async.errors import StateError
+from rrfp_async.gpu.completion import Clock
 from rrfp_async.gpu.delays import DelayedDevice, DelayedTransfer, Delays
-from rrfp_async.gpu.device import Clock, CpuDevice, Device
+from rrfp_async.gpu.device import Device, make_device
 from rrfp_async.gpu.loopback import LoopbackFabric
 from rrfp_async.gpu.transfer import Transfer
 from rrfp_async.topology import Topology
@@ -27,7 +35,34 @@ class Wires:
     transfer: Transfer
 
 
-Connect = Callable[[], AbstractAsyncContextManager[Wires]]
+class Connecting:
+    """Opens wires on entering and closes them on leaving.
+
+    A class, not an async generator: those that a program leaves open are closed by the loop at
+    its end, all at once, and complain.
+    """
+
+    def __init__(self, start: Callable[[AsyncExitStack], Awaitable[Wires]]) -> None:
+        self._start = start
+        self._resources = AsyncExitStack()
+
+    async def __aenter__(self) -> Wires:
+        try:
+            return await self._start(self._resources)
+        except BaseException:
+            await self._resources.aclose()
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._resources.aclose()
+
+
+Connect = Callable[[Config], AbstractAsyncContextManager[Wires]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +74,9 @@ class World:
         topology: Stages and ranks, equal on every rank.
         device: Where this rank computes; shared by its Runtimes.
         clock: Seconds, monotonic.
-        connect: Opens the wires of this rank's next Runtime. The n-th Runtime of every rank share
-            theirs, so each rank must build its Runtimes in the same order.
+        connect: Opens the wires of this rank's next Runtime, given its config. The n-th Runtimes
+            of all ranks share theirs, so each rank must build its Runtimes in the same order.
+        store: A `torch.distributed.Store` that all ranks reach, or None in one process.
     """
 
     rank: int
@@ -48,6 +84,22 @@ class World:
     device: Device
     clock: Clock
     connect: Connect
+    store: Any = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the device's thread end. Twice is harmless."""
+        self.device.close()
 
 
 class _LocalWiring:
@@ -56,27 +108,35 @@ class _LocalWiring:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._opened = [0] * world_size
-        self._pairs: list[tuple[InprocHub, LoopbackFabric]] = []
+        self._pairs: dict[int, tuple[InprocHub, LoopbackFabric]] = {}
+        self._ends_closed: Counter[int] = Counter()
         self._open: set[Bus] = set()
         self._closed = False
 
-    @asynccontextmanager
-    async def connect(self, rank: int) -> AsyncIterator[Wires]:
+    def connect(self, rank: int) -> Connecting:
         """The wires of the next Runtime of `rank`."""
+        return Connecting(partial(self._start, rank))
+
+    async def _start(self, rank: int, resources: AsyncExitStack) -> Wires:
         if self._closed:
             raise StateError("this local_world has been left: enter a new one")
         number = self._opened[rank]
         self._opened[rank] += 1
-        if number == len(self._pairs):
-            self._pairs.append((InprocHub(self._world_size), LoopbackFabric()))
+        if number not in self._pairs:
+            self._pairs[number] = (InprocHub(self._world_size), LoopbackFabric())
         hub, fabric = self._pairs[number]
         bus = hub.open(rank)
         self._open.add(bus)
-        try:
-            yield Wires(bus, fabric.open())
-        finally:
-            self._open.discard(bus)
-            bus.close()
+        resources.callback(self._end, number, bus)
+        return Wires(bus, fabric.open())
+
+    def _end(self, number: int, bus: Bus) -> None:
+        """Close one end; after the last one of a Runtime, forget its hub and fabric."""
+        self._open.discard(bus)
+        bus.close()
+        self._ends_closed[number] += 1
+        if self._ends_closed[number] == self._world_size:
+            del self._pairs[number], self._ends_closed[number]
 
     def close(self) -> None:
         """Close what is open: a rank that still waits for a message gets an error instead."""
@@ -86,15 +146,19 @@ class _LocalWiring:
 
 
 @asynccontextmanager
-async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator[list[World]]:
+async def local_world(
+    n: int, topology: Topology | None = None, *, device: str = "cpu"
+) -> AsyncIterator[list[World]]:
     """The worlds of `n` ranks in this process, on the running event loop.
 
-    Tensors are on the CPU; each rank computes on a thread of its own, which ends with the context.
-    A step that is running on some rank when the context is left fails there.
+    Each rank computes on a thread of its own, which ends with the context. A step that is running
+    on some rank when the context is left fails there.
 
     Args:
         n: The number of ranks.
         topology: Their stages; by default a chain of `n` stages, one a rank.
+        device: `"cpu"`, or `"cuda"`: then ranks are spread over the GPUs there are, each with a
+            stream of its own.
 
     Raises:
         ValueError: If `n` is below 1 or does not fit the topology.
@@ -105,7 +169,11 @@ async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator
             f"topology has {topology.world_size} ranks, n={n} were asked for: make them equal"
         )
     wiring = _LocalWiring(n)
-    devices = [CpuDevice(time.perf_counter, name=f"rrfp-compute-{rank}") for rank in range(n)]
+    gpus = torch.cuda.device_count() if device == "cuda" else 0
+    devices = [
+        make_device(device, rank % max(gpus, 1), time.perf_counter, name=f"rrfp-compute-{rank}")
+        for rank in range(n)
+    ]
     try:
         yield [
             World(rank, topology, devices[rank], time.perf_counter, _connector(wiring, rank))
@@ -113,21 +181,23 @@ async def local_world(n: int, topology: Topology | None = None) -> AsyncIterator
         ]
     finally:
         wiring.close()
-        for device in devices:
-            device.close()
+        for place in devices:
+            place.close()
 
 
 def _connector(wiring: _LocalWiring, rank: int) -> Connect:
-    return lambda: wiring.connect(rank)
+    return lambda _config: wiring.connect(rank)
 
 
 def with_delays(world: World, delays: Delays) -> World:
     """The same world with seeded sleeps before sends and tasks, to shake up the order of things."""
 
-    @asynccontextmanager
-    async def connect() -> AsyncIterator[Wires]:
-        async with world.connect() as wires:
-            yield Wires(wires.bus, DelayedTransfer(wires.transfer, delays))
+    async def start(config: Config, resources: AsyncExitStack) -> Wires:
+        wires = await resources.enter_async_context(world.connect(config))
+        return Wires(wires.bus, DelayedTransfer(wires.transfer, delays))
 
-    device = DelayedDevice(world.device, delays)
-    return dataclasses.replace(world, device=device, connect=connect)
+    return dataclasses.replace(
+        world,
+        device=DelayedDevice(world.device, delays),
+        connect=lambda config: Connecting(partial(start, config)),
+    )

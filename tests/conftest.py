@@ -1,6 +1,11 @@
-"""How far hypothesis searches: `sample` by default, `all` for RRFP_HYPOTHESIS_PROFILE=all."""
+"""How far hypothesis searches, and the main thread's event loop.
 
+The search is `sample` by default, `all` for RRFP_HYPOTHESIS_PROFILE=all.
+"""
+
+import asyncio
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -17,6 +22,20 @@ settings.register_profile(
 settings.register_profile("all", settings.get_profile("sample"), max_examples=2500)
 PROFILE = os.environ.get("RRFP_HYPOTHESIS_PROFILE", "sample")
 settings.load_profile(PROFILE)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def main_thread_loop() -> Iterator[None]:
+    """Set a loop before the first coroutine test, close it after the last.
+
+    pytest-asyncio asks for the current loop before it sets its own, which makes one on Python 3.11
+    that nobody closes: at the end of the run it is a ResourceWarning, and warnings are errors.
+    """
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    yield
+    asyncio.set_event_loop(None)
+    loop.close()
 
 
 def pytest_report_header() -> str:

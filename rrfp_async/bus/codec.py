@@ -4,6 +4,7 @@ No pickle, no maps, no extension types. Whatever does not decode to exactly one 
 messages with fields of the right types is a `CodecError`, and its bytes have had no effect.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from rrfp_async.bus.messages import (
     Header,
     Hello,
     Message,
+    Progress,
     RankDone,
     StepBegin,
     StepEnd,
@@ -35,7 +37,7 @@ _LIST_MOST = 65_536
 
 
 def _refuse(what: str, value: object) -> CodecError:
-    return CodecError(f"{what} expected, got {repr(value)[:80]}")
+    return CodecError(f"{what} expected, got {reprlib.repr(value)}")
 
 
 def _int(value: Any) -> int:
@@ -133,7 +135,9 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
             "task": _optional(_text),
             "microbatch": _optional(_count),
             "cause": _text,
+            "records": _list_of(_text),
         },
+        Progress: {"step": _count, "events": _count, "report": _text},
         Farewell: {"steps": _count},
     }
 )
@@ -153,6 +157,11 @@ def _plain(value: object) -> object:
         case TensorSpec():
             return (value.shape, value.dtype, value.requires_grad)
         case tuple():
+            if len(value) > _LIST_MOST:
+                raise CodecError(
+                    f"a list of {len(value)} entries passes the limit of {_LIST_MOST}: use fewer "
+                    f"microbatches, or tensors per edge"
+                )
             return [_plain(item) for item in value]
         case str():
             return value[:_TEXT_MOST].encode(errors="replace").decode()  # no lone surrogates
@@ -164,7 +173,7 @@ def encode(envelope: Envelope) -> bytes:
     """An envelope as one frame. Texts past 16,384 characters are cut.
 
     Raises:
-        CodecError: If the frame would pass `FRAME_MOST_BYTES`.
+        CodecError: If a list would pass 65,536 entries or the frame `FRAME_MOST_BYTES`.
     """
     message = envelope.message
     fields = [_plain(getattr(message, name)) for name in _SCHEMA[type(message)]]
@@ -205,7 +214,7 @@ def _read_envelope(value: Any) -> Envelope:
     if type(value) is not list or len(value) != 5:
         raise _refuse("a list of version, source, sequence, kind and fields", value)
     version, source, sequence, number, fields = value
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise CodecError(f"wire version {version!r} met version {VERSION}: run one release")
     if not 0 <= _int(number) < len(_KIND_OF) or type(fields) is not list:
         raise _refuse("a known message", value)

@@ -22,6 +22,7 @@ class InprocHub:
             asyncio.Queue() for _ in range(world_size)
         ]
         self._most = mailbox_most
+        self._closed: set[int] = set()
 
     def open(self, rank: int) -> "InprocBus":
         """The end of `rank`."""
@@ -30,14 +31,28 @@ class InprocHub:
     def put_frame(self, target: int, frame: bytes) -> None:
         """Put raw bytes into the mailbox of `target`, as a peer's socket would.
 
+        What is put for an end that has closed is lost.
+
         Raises:
             ValueError: If there is no rank `target`.
             BusError: If its mailbox is full.
         """
-        mailbox = self.mailbox(target)
-        if mailbox.qsize() >= self._most:
+        self.require_room(target)
+        if target not in self._closed:
+            self.mailbox(target).put_nowait(frame)
+
+    def require_room(self, target: int) -> None:
+        """Raise as `put_frame` would for the next frame to `target`."""
+        if self.mailbox(target).qsize() >= self._most and target not in self._closed:
             raise BusError(f"the mailbox of rank {target} is full: {self._most} frames wait there")
-        mailbox.put_nowait(frame)
+
+    def close(self, rank: int) -> None:
+        """Close the end of `rank`: drop what waits there and wake its reader."""
+        self._closed.add(rank)
+        mailbox = self.mailbox(rank)
+        while not mailbox.empty():
+            mailbox.get_nowait()
+        mailbox.put_nowait(None)
 
     def mailbox(self, rank: int) -> "asyncio.Queue[bytes | None]":
         """The frames waiting for `rank`; None marks a closed end."""
@@ -66,6 +81,7 @@ class InprocBus(Bus):
         """Encode `message` and put it into the mailbox of `target`."""
         if self._closed:
             raise BusError(f"the bus of rank {self._rank} is closed: open a new Runtime")
+        self._hub.require_room(target)  # before a number is used up
         self._hub.put_frame(target, self._pairs.encode(target, message))
         self._statistics.sent += 1
 
@@ -90,4 +106,4 @@ class InprocBus(Bus):
         """Refuse further use and wake a waiting reader."""
         if not self._closed:
             self._closed = True
-            self._mailbox.put_nowait(None)
+            self._hub.close(self._rank)

@@ -72,6 +72,22 @@ class Failure:
     task: str | None
     microbatch: int | None
     cause: str
+    records: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How many events a rank has seen in a step; to the first rank, from time to time.
+
+    Attributes:
+        step: The step.
+        events: Arrivals, completions and transfers so far.
+        report: What the rank has ready and waits for, if nothing has happened since the last one.
+    """
+
+    step: int
+    events: int
+    report: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +97,14 @@ class Farewell:
     steps: int
 
 
-Message = Hello | StepBegin | Header | RankDone | StepEnd | Failure | Farewell
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The connection to a rank is gone. Made by the bus itself, never sent."""
+
+    reason: str
+
+
+Message = Hello | StepBegin | Header | RankDone | StepEnd | Progress | Failure | Farewell | PeerLost
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rrfp_async.gpu.device import Computed, Device, T
+from rrfp_async.gpu.completion import Computed, T
+from rrfp_async.gpu.device import Device
 from rrfp_async.gpu.transfer import Transfer, TransferStatistics
 from rrfp_async.ids import Link, TaskId, TensorSpec
 
@@ -89,6 +90,10 @@ class DelayedDevice(Device):
             return function()
 
         return await self._inner.run(delayed, task=task)
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """As the inner device does."""
+        self._inner.adopt(tensors)
 
     def close(self) -> None:
         """Close the inner device."""

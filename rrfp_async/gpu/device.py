@@ -5,37 +5,19 @@ computes, and why it was chosen, is not known here.
 """
 
 import asyncio
-import queue
-import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
 from rrfp_async.errors import StateError
+from rrfp_async.gpu.completion import Clock, Computed, T, WaitingThread
 from rrfp_async.ids import TaskId
 
-T = TypeVar("T")
-
-
-class Clock(Protocol):
-    """Seconds on a monotonic clock, such as `time.perf_counter`."""
-
-    def __call__(self) -> float:
-        """The time now, in seconds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Computed(Generic[T]):
-    """What a function returned and when it ran, in seconds of the world's clock."""
-
-    value: T
-    started_s: float
-    finished_s: float
+_LAUNCHED_MOST = 2  # the one that runs and one behind it
 
 
 class Device(ABC):
@@ -50,6 +32,9 @@ class Device(ABC):
     async def run(self, function: Callable[[], T], *, task: TaskId | None = None) -> Computed[T]:
         """Run `function` on the device's thread and wait for it.
 
+        A device with a queue of its own may return once a task's work is launched there; see
+        `Computed.finish`. What runs later on the device runs after it.
+
         Args:
             function: Called without arguments; what it raises is raised here.
             task: The task it belongs to, or None for work between tasks.
@@ -57,60 +42,19 @@ class Device(ABC):
         Cancelling stops the waiting, not the function: it runs to its end, its result is dropped.
         """
 
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - nothing on a CPU
+        """Note that `tensors`, made elsewhere, are about to be used by this device's tasks."""
+
     @abstractmethod
     def close(self) -> None:
         """Take no more work. Never waits for a running function; twice is harmless."""
 
 
-@dataclass(slots=True)
-class _Work:
-    function: Callable[[], Any]
-    future: "asyncio.Future[Computed[Any]]"
-    loop: asyncio.AbstractEventLoop
-
-    def run(self, clock: Clock) -> None:
-        started = clock()
-        try:
-            value = self.function()
-        except BaseException as error:  # it belongs to whoever awaits the future
-            self._hand_back(self._fail, _awaitable(error))
-        else:
-            self._hand_back(self._finish, Computed(value, started, clock()))
-
-    def _hand_back(self, deliver: Callable[[Any], None], outcome: object) -> None:
-        with suppress(RuntimeError):  # the loop has closed: nobody is waiting any more
-            self.loop.call_soon_threadsafe(deliver, outcome)
-
-    def _finish(self, computed: Computed[Any]) -> None:
-        if not self.future.done():
-            self.future.set_result(computed)
-
-    def _fail(self, error: BaseException) -> None:
-        if not self.future.done():
-            self.future.set_exception(error)
-
-
-def _awaitable(error: BaseException) -> Exception:
-    """The error in a form that a future can carry without ending the loop that awaits it."""
-    if isinstance(error, Exception) and not isinstance(error, StopIteration):
-        return error
-    wrapped = RuntimeError(f"{type(error).__name__} left a computation: {error}")
-    wrapped.__cause__ = error
-    return wrapped
-
-
 class CpuDevice(Device):
-    """The CPU, through one thread of its own.
-
-    The thread is a daemon: a process that exits without closing does not wait for it.
-    """
+    """The CPU, through one thread of its own; a process that exits does not wait for it."""
 
     def __init__(self, clock: Clock, *, name: str = "rrfp-compute") -> None:
-        self._clock = clock
-        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._thread.start()
+        self._thread = WaitingThread(clock, name=name)
 
     @property
     def torch_device(self) -> torch.device:
@@ -123,28 +67,102 @@ class CpuDevice(Device):
         Raises:
             StateError: If the device is closed.
         """
-        if self._closed:
+        if self._thread.closed:
             raise StateError("the device is closed: open a new world")
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Computed[T]] = loop.create_future()
-        self._work.put(_Work(function, future, loop))
-        return await future
+        return await self._thread.submit(function)
 
     def close(self) -> None:
         """Let the thread end once its current function has."""
-        if not self._closed:
-            self._closed = True
-            self._work.put(None)
-
-    def _serve(self) -> None:
-        while (work := self._work.get()) is not None:
-            work.run(self._clock)
-            del work  # the last task's tensors must not live until the next task
+        self._thread.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if hasattr(self, "_thread") and not self._thread.closed:
             warnings.warn("a CpuDevice was never closed", ResourceWarning, stacklevel=2)
             self.close()
+
+
+class CudaDevice(Device):
+    """One GPU, through a thread that launches and a thread that waits. Not yet run on a GPU.
+
+    Tasks run in order on one stream of their own. `run` returns when a task is launched, and at
+    most one more is launched behind the one that runs: enough to keep the stream fed, and no
+    choice is made earlier than that needs.
+    """
+
+    def __init__(self, device: torch.device, clock: Clock, *, name: str = "rrfp-compute") -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's
+        self._launcher = WaitingThread(clock, name=name)
+        self._waiter = WaitingThread(clock, name=f"{name}-wait")
+        self._room = asyncio.Semaphore(_LAUNCHED_MOST)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """The GPU."""
+        return self._device
+
+    async def run(self, function: Callable[[], T], *, task: TaskId | None = None) -> Computed[T]:
+        """Launch `function` on the device's stream; without a task, wait until it is done.
+
+        Raises:
+            StateError: If the device is closed.
+        """
+        if self._launcher.closed:
+            raise StateError("the device is closed: open a new world")
+        await self._room.acquire()
+        try:
+            launched = await self._launcher.submit(partial(self._launch, function))
+        except BaseException:
+            self._room.release()
+            raise
+        value, event = launched.value
+        waiting = self._waiter.submit(event.synchronize)
+        waiting.add_done_callback(lambda _: self._room.release())
+        finish = asyncio.ensure_future(_finished(waiting))
+        if task is not None:
+            return Computed(value, launched.started_s, launched.finished_s, finish)
+        return Computed(value, launched.started_s, await finish)
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Keep the allocator from reusing `tensors` before this stream is done with them."""
+        for tensor in tensors:
+            tensor.record_stream(self._stream)
+
+    def close(self) -> None:
+        """Let both threads end once their current work has."""
+        self._launcher.close()
+        self._waiter.close()
+
+    def _launch(self, function: Callable[[], T]) -> tuple[T, Any]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            value = function()
+            event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch's
+            event.record(self._stream)
+        return value, event
+
+
+async def _finished(waiting: "asyncio.Future[Computed[None]]") -> float:
+    return (await waiting).finished_s
+
+
+def make_device(
+    kind: str, index: int, clock: Clock, *, name: str = "rrfp-compute"
+) -> CpuDevice | CudaDevice:
+    """The device of a rank: the CPU, or GPU `index`.
+
+    Raises:
+        ValueError: If the kind is unknown or the machine has no such device.
+    """
+    if kind == "cpu":
+        return CpuDevice(clock, name=name)
+    if kind != "cuda":
+        raise ValueError(f"device {kind!r} is not known: use 'cpu' or 'cuda'")
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device 'cuda' number {index} is not there: this machine shows "
+            f"{torch.cuda.device_count()} GPUs; start at most that many ranks here, or use 'cpu'"
+        )
+    return CudaDevice(torch.device("cuda", index), clock, name=name)
 
 
 def adopt_num_threads(count: int) -> None:

@@ -66,10 +66,10 @@ class LoopbackTransfer(Transfer):
     async def send(self, link: Link, sequence: int, tensors: Sequence[torch.Tensor]) -> None:
         """Offer the tensors and wait until the receiver has taken them."""
         meeting = self._fabric.meet(link, sequence)
+        if meeting.offered.done():
+            raise TransferError(f"number {sequence} on link {link} was sent twice")
         self._open_sends += 1
         try:
-            if meeting.offered.done():
-                raise TransferError(f"number {sequence} on link {link} was sent twice")
             meeting.offered.set_result(list(tensors))
             await meeting.taken.wait()
             self._completed += 1

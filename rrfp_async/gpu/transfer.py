@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from rrfp_async.errors import TransferError
 from rrfp_async.ids import Link, TensorSpec
 
 
@@ -60,3 +61,15 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """What a header says of `tensor`."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorSpec(tuple(tensor.shape), dtype, tensor.requires_grad)
+
+
+def dtype_of(spec: TensorSpec) -> torch.dtype:
+    """The element type that a header named.
+
+    Raises:
+        TransferError: If torch has none of that name.
+    """
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TransferError(f"a header announced the dtype {spec.dtype!r}, which torch has not")
+    return dtype

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+from rrfp_async.gpu.completion import Computed
 from rrfp_async.gpu.device import Device
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.tasks.stage import Export, Outgoing, Stage
@@ -26,11 +27,15 @@ class TaskContext:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a task leaves: tensors to send, and when it held the device (seconds, world's clock)."""
+    """What a task leaves.
+
+    Attributes:
+        outgoing: What to send.
+        computed: When it held the device, and when its results are there.
+    """
 
     outgoing: tuple[Outgoing, ...]
-    started_s: float
-    finished_s: float
+    computed: Computed[tuple[Outgoing, ...]]
 
 
 TaskFunction = Callable[[TaskContext, TaskId], Awaitable[Outcome]]
@@ -56,7 +61,7 @@ async def _compute(
     context: TaskContext, task: TaskId, compute: Callable[[], tuple[Outgoing, ...]]
 ) -> Outcome:
     computed = await context.device.run(compute, task=task)
-    return Outcome(computed.value, computed.started_s, computed.finished_s)
+    return Outcome(computed.value, computed)
 
 
 KINDS: Mapping[TaskKind, TaskFunction] = MappingProxyType(

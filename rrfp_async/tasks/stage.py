@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rrfp_async.errors import TransferError
 from rrfp_async.gpu.transfer import spec_of
-from rrfp_async.ids import Edge, TensorSpec
+from rrfp_async.ids import Edge, TaskId, TensorSpec
 from rrfp_async.tasks.batch import Arguments
 from rrfp_async.topology import Topology
 
@@ -29,11 +30,33 @@ class Outgoing:
         edge: The stage edge it belongs to.
         specs: One per tensor of the edge; None where there is no gradient.
         tensors: The tensors themselves, one per spec that is not None.
+        versions: Their version counters when the task ended.
     """
 
     edge: Edge
     specs: tuple[TensorSpec | None, ...]
     tensors: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, edge: Edge, specs: Iterable[TensorSpec | None], tensors: Iterable[torch.Tensor]
+    ) -> "Outgoing":
+        """What goes over `edge`, as it is now."""
+        sent = tuple(tensors)
+        return cls(edge, tuple(specs), sent, tuple(tensor._version for tensor in sent))
+
+    def check_unchanged(self, task: TaskId) -> None:
+        """Refuse tensors that were written to after `task` made them.
+
+        Raises:
+            TransferError: If one was; the receiver may have got either value.
+        """
+        if self.versions != tuple(tensor._version for tensor in self.tensors):
+            raise TransferError(
+                f"stage {task.stage} changed a tensor of {task} in place while it was being sent: "
+                f"return a tensor that later microbatches do not write to"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +180,7 @@ class Stage:
         arguments = (
             memory.inputs.arguments[microbatch]
             if self.is_source
-            else Arguments(tuple(tensor for tensors in activations for tensor in tensors))
+            else Arguments(tuple(_writable(leaf) for leaves in activations for leaf in leaves))
         )
         with torch.set_grad_enabled(memory.inputs.training):
             output = self.module(*arguments.args, **arguments.kwargs)
@@ -168,7 +191,7 @@ class Stage:
             return ()
         specs = tuple(spec_of(root) for root in roots)
         return tuple(
-            Outgoing(edge, specs, tuple(export(root) for root in roots)) for edge in self._out_edges
+            Outgoing.of(edge, specs, (export(root) for root in roots)) for edge in self._out_edges
         )
 
     def backward(
@@ -238,6 +261,28 @@ class Stage:
         return [root for root, _ in pairs], [seed for _, seed in pairs]
 
 
+class _Writable(torch.autograd.Function):
+    """The identity, into a tensor of its own over the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's signature
+        place = (leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
+        written: torch.Tensor = leaf.new_empty(0).set_(*place)
+        return written
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return gradients[0]
+
+
+def _writable(leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf` as a stage may use it: an in-place first operation is no error, as in one piece."""
+    if not leaf.requires_grad:
+        return leaf
+    written: torch.Tensor = _Writable.apply(leaf)  # type: ignore[no-untyped-call] # torch's
+    return written
+
+
 def _sum_present(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
     total: torch.Tensor | None = None
     for gradient in gradients:
@@ -248,6 +293,6 @@ def _sum_present(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | Non
 
 def _outgoing_gradients(edge: Edge, leaves: list[torch.Tensor], export: Export) -> Outgoing:
     gradients = [leaf.grad for leaf in leaves]
-    specs = tuple(None if gradient is None else spec_of(gradient) for gradient in gradients)
-    present = tuple(export(gradient) for gradient in gradients if gradient is not None)
-    return Outgoing(edge, specs, present)
+    specs = (None if gradient is None else spec_of(gradient) for gradient in gradients)
+    present = (export(gradient) for gradient in gradients if gradient is not None)
+    return Outgoing.of(edge, specs, present)

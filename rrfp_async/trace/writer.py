@@ -89,9 +89,11 @@ class JsonlTrace(Trace):
         if self._closed:
             return
         self._closed = True
-        with suppress(queue.Full):  # the disk hangs: the thread is a daemon, the loss is told below
-            self._queue.put(None, timeout=_CLOSE_TIMEOUT_S)
+        with suppress(queue.Full):  # then the thread finds `_closed` once the queue is empty
+            self._queue.put_nowait(None)
         self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():  # the disk hangs: the thread is a daemon and stays behind
+            self._lost += self._queue.qsize()
         if self._lost:
             warnings.warn(f"the trace lost {self._lost} records", RuntimeWarning, stacklevel=2)
 
@@ -99,13 +101,19 @@ class JsonlTrace(Trace):
         """Counts of records written, pending and lost."""
         return {"written": self._written, "pending": self._queue.qsize(), "lost": self._lost}
 
+    def _next_record(self) -> DispatchRecord | None:
+        """The next record, or None after the last."""
+        if self._closed and self._queue.empty():
+            return None
+        return self._queue.get()
+
     def _write_all(self) -> None:
         logger = structlog.wrap_logger(
             structlog.WriteLogger(self._file),
             processors=[structlog.processors.JSONRenderer()],
             wrapper_class=structlog.BoundLogger,
         )
-        while (record := self._queue.get()) is not None:
+        while (record := self._next_record()) is not None:
             try:
                 logger.msg("dispatch", **record.fields())
                 self._written += 1

@@ -8,6 +8,7 @@ from rrfp_async.bus.messages import (
     Farewell,
     Header,
     Hello,
+    Progress,
     RankDone,
     StepBegin,
     StepEnd,
@@ -43,6 +44,7 @@ messages = st.one_of(
     st.builds(
         Failure, counts, counts, st.none() | counts, st.none() | texts, st.none() | counts, texts
     ),
+    st.builds(Progress, counts, counts, texts),
     st.builds(Farewell, counts),
 )
 envelopes = st.builds(Envelope, counts, counts, messages)

@@ -19,6 +19,7 @@ from rrfp_async.bus.messages import (
     Header,
     Hello,
     Message,
+    PeerLost,
     RankDone,
     StepBegin,
 )
@@ -42,7 +43,7 @@ def pack(*parts: Any) -> bytes:
 
 def test_every_message_type_has_a_schema_with_its_own_fields() -> None:
     """A message added without an entry, or a field without a check, is found here."""
-    kinds = typing.get_args(Message)
+    kinds = set(typing.get_args(Message)) - {PeerLost}  # made by a bus, never sent
     assert set(codec._SCHEMA) == set(kinds)
     for kind in kinds:
         assert [field.name for field in dataclasses.fields(kind)] == list(codec._SCHEMA[kind])
@@ -83,10 +84,6 @@ def test_a_frame_past_the_limit_is_refused_where_it_is_made() -> None:
         encode(Envelope(0, 0, Hello(settings)))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="decode refuses lists past 65,536 entries, encode makes them: the frame is dropped",
-)
 def test_what_encode_makes_decode_takes() -> None:
     """A step of 65,537 microbatches is refused by encode, or arrives: never lost on the way."""
     envelope = Envelope(0, 0, StepBegin(0, training=True, sizes=(1,) * 65_537))
@@ -97,7 +94,7 @@ def test_what_encode_makes_decode_takes() -> None:
     assert decode(frame) == envelope
 
 
-GOOD: list[Any] = [codec.VERSION, 0, 0, 6, [1]]
+GOOD: list[Any] = [codec.VERSION, 0, 0, 7, [1]]
 BAD_FRAMES: dict[str, Any] = {
     "no list": 3,
     "too short": GOOD[:4],
@@ -108,9 +105,9 @@ BAD_FRAMES: dict[str, Any] = {
     "source no int": [codec.VERSION, "0", *GOOD[2:]],
     "source a bool": [codec.VERSION, True, *GOOD[2:]],
     "sequence a float": [codec.VERSION, 0, 0.0, *GOOD[3:]],
-    "unknown kind": [*GOOD[:3], 7, [1]],
+    "unknown kind": [*GOOD[:3], 8, [1]],
     "negative kind": [*GOOD[:3], -1, [1]],
-    "kind a string": [*GOOD[:3], "6", [1]],
+    "kind a string": [*GOOD[:3], "7", [1]],
     "fields no list": [*GOOD[:4], 1],
     "a field too many": [*GOOD[:4], [1, 1]],
     "a field too few": [*GOOD[:4], []],
@@ -140,7 +137,6 @@ def test_a_frame_that_is_no_message_is_a_codec_error(name: str) -> None:
         decode(msgpack.packb(BAD_FRAMES[name]))
 
 
-@pytest.mark.xfail(strict=True, reason="the version is compared with !=: True and 1.0 equal 1")
 @pytest.mark.parametrize("version", [True, 1.0])
 def test_a_version_of_another_type_is_a_codec_error(version: object) -> None:
     """Every field is checked for its exact type, the version too."""
@@ -188,7 +184,7 @@ def test_arbitrary_values_are_a_message_or_a_codec_error(value: Any) -> None:
     _decode_or_codec_error(msgpack.packb(value))
 
 
-@given(st.integers(-1, 8), st.lists(values, max_size=7))
+@given(st.integers(-1, 9), st.lists(values, max_size=7))
 def test_arbitrary_fields_are_a_message_or_a_codec_error(kind: int, fields: list[Any]) -> None:
     """Nor the right envelope with any fields in it."""
     _decode_or_codec_error(pack(codec.VERSION, 0, 0, kind, fields))
@@ -230,10 +226,6 @@ def test_deep_nesting_is_a_codec_error(depth: int) -> None:
         decode(b"\x91" * depth + b"\x01")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="_refuse takes the repr of what came before cutting it: RecursionError leaves decode",
-)
 @pytest.mark.parametrize("depth", [1000, 1020])
 def test_nesting_at_msgpack_s_own_limit_is_a_codec_error(depth: int) -> None:
     """A frame of a thousand bytes, as deep as msgpack allows, is no more than malformed."""

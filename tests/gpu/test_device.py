@@ -170,13 +170,10 @@ async def test_a_thread_adopts_its_caller_s_thread_count(device: CpuDevice) -> N
         torch.set_num_threads(before)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the thread refers to the device, so it is never collected and never warns"
-)
 def test_a_device_that_is_dropped_warns_and_ends_its_thread() -> None:
     """Leaking warns, and the thread does not stay."""
     device = CpuDevice(time.perf_counter, name="rrfp-compute-leaked")
-    thread = device._thread
+    thread = device._thread._service.thread
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         keep = weakref.ref(device)

@@ -203,9 +203,6 @@ async def test_sending_a_number_twice_is_an_error(ends: Ends) -> None:
     await asyncio.gather(first, return_exceptions=True)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="the refused second send forgets the meeting that the first waits in"
-)
 async def test_a_refused_second_send_leaves_the_first_whole(ends: Ends) -> None:
     """After a doubled send was refused, the first one's receiver still finds it."""
     tensor = torch.ones(2)

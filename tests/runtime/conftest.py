@@ -10,9 +10,6 @@ import torch
 
 from rrfp_async.gpu.loopback import LoopbackFabric, LoopbackTransfer
 from rrfp_async.tasks.stage import Stage
-from tests.loops import main_thread_loop
-
-__all__ = ["main_thread_loop"]
 
 THREADS_END_WITHIN_S = 1.0
 

@@ -91,10 +91,6 @@ async def _fail(hops: int) -> list[Any]:
     return await each_rank(2, main)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a header that comes while the transfers' group shuts down becomes the first cause",
-)
 async def test_a_header_that_comes_after_a_failure_does_not_hide_it(
     told_warnings: list[Any],
 ) -> None:

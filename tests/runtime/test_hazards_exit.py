@@ -166,10 +166,6 @@ def test_the_process_ends_soon(program: str, status: int, complaint: str, tmp_pa
 
 
 @pytest.mark.multiprocess
-@pytest.mark.xfail(
-    strict=False,  # which of two wake-ups comes first is open
-    reason="as a cancelled begin(): the interrupt comes out as StepFailed, 'StepBegin came twice'",
-)
 def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
     """Ctrl-C mid-step ends the process in time, as KeyboardInterrupt."""
     code, took_s, errors = _ended(INTERRUPTED, tmp_path)
@@ -180,10 +176,6 @@ def test_an_interrupt_ends_the_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.xfail(
-    strict=True,
-    reason="data= is read on the loop's default executor, whose threads the loop's end joins",
-)
 def test_a_blocked_data_iterator_does_not_keep_the_process(tmp_path: Path) -> None:
     """Hazard 25: rank 0 waits for data when rank 1 fails: the process ends in time."""
     code, took_s, errors = _ended(LATE_DATA, tmp_path)

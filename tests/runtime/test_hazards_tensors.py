@@ -279,10 +279,6 @@ class InPlace(nn.Module):
         return self.linear(nn.functional.relu(x, inplace=True))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="a received activation is a leaf, which autograd refuses to change in place",
-)
 async def test_a_stage_may_begin_with_an_in_place_operation(tmp_path: Path) -> None:
     """A stage may change the activation it was given, which no one else has: parity."""
     torch.manual_seed(13)

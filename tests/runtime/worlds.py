@@ -20,8 +20,8 @@ def rewired(world: r.World, change: Callable[[Wires], Wires]) -> r.World:
     """The same world, whose wires `change` has had in hand."""
 
     @asynccontextmanager
-    async def connect() -> AsyncIterator[Wires]:
-        async with world.connect() as wires:
+    async def connect(config: r.Config) -> AsyncIterator[Wires]:
+        async with world.connect(config) as wires:
             yield change(wires)
 
     return dataclasses.replace(world, connect=connect)

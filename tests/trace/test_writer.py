@@ -166,7 +166,6 @@ def test_a_full_queue_loses_records_and_counts_them(
     assert trace.statistics() == {"written": 6, "pending": 0, "lost": 15}
 
 
-@pytest.mark.xfail(strict=True, reason="what is pending when close() gives up is not counted")
 def test_what_a_hanging_disk_never_wrote_is_counted_as_lost(
     on_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +182,6 @@ def test_what_a_hanging_disk_never_wrote_is_counted_as_lost(
         disk.let_go.set()
 
 
-@pytest.mark.xfail(strict=True, reason="put() and join() each wait the whole timeout")
 def test_closing_on_a_hanging_disk_keeps_to_its_timeout(
     on_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,149 @@
+"""A step of four real ranks against the bound and against torch's Schedule1F1B, side by side.
+
+    python benchmarks/pipeline.py            # starts its own ranks with torchrun
+    python benchmarks/pipeline.py --json
+
+Stages sleep 10 ms forward and 20 ms backward inside autograd. Both systems run the same modules on
+the same batch over gloo in one launch, a step of one and a step of the other in turn, each between
+barriers. The bound is what a pipeline without any overhead takes: (M + P - 1) (tF + tB).
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from datetime import date
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from sleeping import SleepingStage
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+import rrfp_async
+
+FORWARD_S, BACKWARD_S = 0.010, 0.020
+WIDTH = 16
+Step = Callable[[], Awaitable[None]]
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error."""
+    return torch.nn.functional.mse_loss(output, target)
+
+
+async def timed(step: Step) -> float:
+    """Milliseconds between the barriers around a step."""
+    dist.barrier()
+    begun = time.perf_counter()
+    await step()
+    dist.barrier()
+    return 1e3 * (time.perf_counter() - begun)
+
+
+def torch_step(module: torch.nn.Module, world: rrfp_async.World, microbatches: int) -> Step:
+    """A step of torch's own 1F1B."""
+    ranks = world.topology.world_size
+    part = torch.zeros(2, WIDTH)
+    stage = PipelineStage(module, world.rank, ranks, torch.device("cpu"), input_args=(part,))
+    schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_fn)
+    batch = torch.zeros(2 * microbatches, WIDTH)
+
+    async def step() -> None:
+        if world.rank == 0:
+            schedule.step(batch)
+        elif world.rank == ranks - 1:
+            schedule.step(target=batch)
+        else:
+            schedule.step()
+
+    return step
+
+
+async def measure(world: rrfp_async.World, microbatches: int, steps: int) -> dict[str, list[float]]:
+    """Milliseconds of every step of both systems, the first of each left out."""
+    module = SleepingStage(WIDTH, FORWARD_S, BACKWARD_S)
+    batch = torch.zeros(2 * microbatches, WIDTH)
+    config = rrfp_async.Config(microbatches=microbatches)
+    times: dict[str, list[float]] = {"rrfp_async bf": [], "torch 1F1B": []}
+    async with rrfp_async.Runtime(module, world=world, config=config, loss_fn=loss_fn) as runtime:
+
+        async def ours() -> None:
+            await runtime.train_step(batch, target=batch)
+
+        theirs = torch_step(module, world, microbatches)
+        for _ in range(steps + 1):
+            times["rrfp_async bf"].append(await timed(ours))
+            times["torch 1F1B"].append(await timed(theirs))
+    return {system: samples[1:] for system, samples in times.items()}
+
+
+def summary(times: dict[str, list[float]], ranks: int, microbatches: int) -> dict[str, Any]:
+    """Medians, and ratios to the bound and to torch."""
+    path_tasks = 2 * (microbatches + ranks - 1)
+    bound = 1e3 * (microbatches + ranks - 1) * (FORWARD_S + BACKWARD_S)
+    torch_median = statistics.median(times["torch 1F1B"])
+    rows = []
+    for system, samples in times.items():
+        median = statistics.median(samples)
+        rows.append(
+            {
+                "system": system,
+                "step_ms": median,
+                "ratio_to_bound": median / bound,
+                "ratio_to_torch": median / torch_median,
+                "overhead_ms_per_task": (median - bound) / path_tasks,
+            }
+        )
+    head = {"ranks": ranks, "microbatches": microbatches, "bound_ms": bound}
+    return {**head, "torch": torch.__version__, "date": date.today().isoformat(), "rows": rows}
+
+
+def show(result: dict[str, Any]) -> None:
+    """The rows as a table."""
+    table = Table(title=f"P={result['ranks']}, M={result['microbatches']}: {result['bound_ms']} ms")
+    for name in ("system", "step, ms", "/ bound", "/ torch", "ms above bound per task"):
+        table.add_column(name)
+    for row in result["rows"]:
+        numbers = list(row.values())[1:]
+        table.add_row(row["system"], *(f"{number:.3f}" for number in numbers))
+    Console().print(table)
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Be one rank of the launch."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = rrfp_async.torchrun_world()
+    times = rrfp_async.run(measure(world, options.microbatches, options.steps))
+    world.close()
+    if world.rank == 0:
+        result = summary(times, world.topology.world_size, options.microbatches)
+        print(json.dumps(result)) if options.json else show(result)
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=11)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        run_rank(options)
+        return 0
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    command = [*launcher, "--nproc-per-node", str(options.ranks), *sys.argv]
+    return subprocess.call(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Tests of real ranks: processes that torchrun started, which talk over sockets."""

@@ -1,0 +1,88 @@
+"""The example under torchrun trains to the same bits as in one process and as unpartitioned."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_gpt
+
+from rrfp_async.hints import HINTS
+from tests.ranks.hosts import run_here
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
+
+WORDS = ("--steps", "5", "--microbatches", "8", "--json")
+SEEDS = (1, 2)
+SAMPLED = {("bf", 1)}
+CASES = [
+    pytest.param(hint, seed, marks=[] if (hint, seed) in SAMPLED else [pytest.mark.slow])
+    for hint in HINTS
+    for seed in SEEDS
+]
+ENDS_WITHIN_S = 120.0
+
+
+def bits(result: dict[str, Any]) -> dict[str, Any]:
+    """What must be equal."""
+    return {name: result[name] for name in ("losses", "grad_sha256")}
+
+
+def _in_this_process(*words: str) -> dict[str, Any]:
+    options = train_gpt.parse([*WORDS, *words])
+    text = train_gpt.load_text(options.data)
+    train = train_gpt.train_reference if options.reference else train_gpt.train_pipeline
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the example does
+    try:
+        return bits(json.loads(train_gpt.report(options, train(options, text, lambda *_: None))))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@cache
+def reference() -> dict[str, Any]:
+    """The unpartitioned model's losses and hash."""
+    return _in_this_process("--reference")
+
+
+def _under_torchrun(ranks: int, *words: str) -> dict[str, Any]:
+    result = run_here(ranks, *WORDS, *words, timeout_s=ENDS_WITHIN_S)
+    assert result["ranks"] == ranks
+    return bits(result)
+
+
+@pytest.mark.parametrize(("hint", "seed"), CASES)
+def test_four_processes_train_to_the_bits_of_one_process_and_of_the_unpartitioned_model(
+    hint: str, seed: int
+) -> None:
+    """Losses of five steps and the hash over all gradients, for any hint and arrival order."""
+    order = ("--hint", hint, "--delay-seed", str(seed))
+    processes = _under_torchrun(4, *order)
+    assert processes == reference()
+    assert processes == _in_this_process("--ranks", "4", *order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_one_and_two_processes_train_to_the_bits_of_the_unpartitioned_model(ranks: int) -> None:
+    """The number of stages changes nothing either."""
+    assert _under_torchrun(ranks) == reference()
+
+
+@pytest.mark.slow
+def test_processes_really_dispatch_in_other_orders_for_other_seeds(tmp_path: Path) -> None:
+    """Every rank's log holds each task once a step; the orders differ between seeds."""
+    seen = []
+    for seed in SEEDS:
+        folder = tmp_path / str(seed)
+        _under_torchrun(4, "--delay-seed", str(seed), "--trace-dir", str(folder))
+        logs = [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(4)]
+        seen.append([[json.loads(line)["task"] for line in log] for log in logs])
+    assert seen[0] != seen[1]
+    for ranks in seen:
+        for rank, order in enumerate(ranks):
+            step = [f"{rank}{kind}{j}" for kind in "BF" for j in range(8)]
+            assert sorted(order) == sorted(step * 5)
