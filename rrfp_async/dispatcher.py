@@ -22,8 +22,9 @@ from rrfp_async.bus.messages import Header, Message
 from rrfp_async.config import Config
 from rrfp_async.errors import ProtocolError, StepFailed, TransferError
 from rrfp_async.gpu.device import adopt_num_threads
+from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.hints import make_hint
-from rrfp_async.ids import Link, TaskId, TaskKind
+from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
@@ -283,10 +284,11 @@ class Dispatcher:
         route = topology.activation_link if forward else topology.gradient_link
         link = route(outgoing.edge)
         number, sequence = self._session.steps_done, self._sequences[link]
-        self._sequences[link] += 1
-        header = Header(number, link, sequence, outgoing.edge, task, outgoing.specs)
+        payload = self._wires.transfer.pack(outgoing.tensors) if outgoing.tensors else None
+        header = Header(number, link, sequence, outgoing.edge, task, outgoing.specs, payload)
         self._wires.bus.send_nowait(link.target, header)
-        if outgoing.tensors:
+        if outgoing.tensors and payload is None:
+            self._sequences[link] += 1
             if forward:
                 self._backpressure.send_opened()
             self._transfer_group().create_task(self._send(header, outgoing))
@@ -301,8 +303,7 @@ class Dispatcher:
             self._backpressure.send_closed()
             self._wake.set()
 
-    async def _receive(self, header: Header) -> None:
-        specs = [spec for spec in header.specs if spec is not None]
+    async def _receive(self, header: Header, specs: list[TensorSpec]) -> None:
         async with self._arriving():
             tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
             self._world.device.adopt(tensors)
@@ -384,10 +385,11 @@ class Dispatcher:
             expected = self._ready_set.expects_gradient(edge, microbatch)
         if not expected or header.link != Link(source, self._world.rank):
             raise ProtocolError(f"{header} from rank {source} has no place here")
-        if any(spec is not None for spec in header.specs):
-            self._transfer_group().create_task(self._receive(header))
+        specs = [spec for spec in header.specs if spec is not None]
+        if specs and header.payload is None:
+            self._transfer_group().create_task(self._receive(header, specs))
         else:
-            self._deliver(header, [])
+            self._deliver(header, unpacked(header.payload or b"", specs))
 
 
 def _weighted(losses: list[float], sizes: tuple[int, ...]) -> float | None:

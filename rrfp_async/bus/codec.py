@@ -32,6 +32,9 @@ VERSION = 1
 FRAME_MOST_BYTES = 1 << 20
 """Frames above a mebibyte are refused, on both ends."""
 
+PAYLOAD_MOST_BYTES = 65_536
+"""Tensors above 64 KiB do not travel with their header."""
+
 _TEXT_MOST = 16_384
 _LIST_MOST = 65_536
 
@@ -61,6 +64,12 @@ def _bool(value: Any) -> bool:
 def _text(value: Any) -> str:
     if type(value) is not str:
         raise _refuse("a string", value)
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise _refuse("bytes", value)
     return value
 
 
@@ -125,6 +134,7 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
             "edge": _edge,
             "task": _task,
             "specs": _list_of(_optional(_spec)),
+            "payload": _optional(_bytes),
         },
         RankDone: {"step": _count, "loss": _optional(_float)},
         StepEnd: {"step": _count, "loss": _optional(_float)},
@@ -201,7 +211,7 @@ def decode(frame: bytes) -> Envelope:
             strict_map_key=True,
             max_str_len=4 * _TEXT_MOST,
             max_array_len=_LIST_MOST,
-            max_bin_len=0,
+            max_bin_len=PAYLOAD_MOST_BYTES,
             max_map_len=0,
             max_ext_len=0,
         )

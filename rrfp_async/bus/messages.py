@@ -27,15 +27,16 @@ class StepBegin:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A tensor group is ready to be sent.
+    """A tensor group is ready to be sent, or here if it is small.
 
     Attributes:
         step: The step it belongs to.
         link: From rank, to rank.
-        sequence: Its number on that link, from 0, over all steps.
+        sequence: Its number among the transfers of that link, from 0, over all steps.
         edge: The stage edge; activations run along it, gradients against it.
         task: The task that made it: a forward's result is an activation, else a gradient.
         specs: One spec per tensor; None where a gradient does not exist.
+        payload: The tensors' bytes, one after another; None if they follow as a transfer.
     """
 
     step: int
@@ -44,6 +45,7 @@ class Header:
     edge: Edge
     task: TaskId
     specs: tuple[TensorSpec | None, ...]
+    payload: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

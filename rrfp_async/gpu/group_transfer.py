@@ -20,12 +20,15 @@ import torch
 from rrfp_async.errors import TransferError
 from rrfp_async.gpu.completion import Clock, WaitingThread
 from rrfp_async.gpu.links import Communicator, peer_of
-from rrfp_async.gpu.transfer import Transfer, TransferStatistics, dtype_of
+from rrfp_async.gpu.transfer import Transfer, TransferStatistics, dtype_of, packed
 from rrfp_async.ids import Link, TensorSpec
 
 _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED_TAG = 77
 _JOIN_S = 0.5
+
+PACKED_MOST_BYTES = 65_536
+"""Tensors of an edge up to 64 KiB in all travel with their header."""
 _FOREVER = timedelta(days=1)  # a peer that is gone is found by the bus, which ends the step
 
 
@@ -124,6 +127,12 @@ class GroupTransfer(Transfer):
     def export(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself where its memory is what it shows, else a contiguous copy."""
         return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
+        """Small CPU tensors travel with their header: no thread, no second way."""
+        if self._device.type != "cpu" or sum(t.nbytes for t in tensors) > PACKED_MOST_BYTES:
+            return None
+        return packed(tensors)
 
     async def send(self, link: Link, sequence: int, tensors: Sequence[torch.Tensor]) -> None:
         """Send on the link's thread; see `Transfer.send`."""

@@ -4,6 +4,7 @@ Sends are rendezvous: they end when the receiver has the tensors. The receiver i
 header on the bus, what comes; a transfer knows only links, numbers and specs.
 """
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,13 @@ class Transfer(ABC):
 
         Called on the compute thread, in the task that made the tensor, once per receiver.
         """
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> bytes | None:  # noqa: ARG002 - a default
+        """The bytes of `tensors`, if they are to travel with their header; else None.
+
+        Called on the event loop right after the task that made them.
+        """
+        return None
 
     @abstractmethod
     async def send(self, link: Link, sequence: int, tensors: Sequence[torch.Tensor]) -> None:
@@ -73,3 +81,26 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TransferError(f"a header announced the dtype {spec.dtype!r}, which torch has not")
     return dtype
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> bytes:
+    """The elements of contiguous CPU tensors, one tensor after another."""
+    return b"".join(ctypes.string_at(tensor.data_ptr(), tensor.nbytes) for tensor in tensors)
+
+
+def unpacked(payload: bytes, specs: Sequence[TensorSpec]) -> list[torch.Tensor]:
+    """The tensors that `packed` was given, each in memory of its own.
+
+    Raises:
+        TransferError: If there are more or fewer bytes than `specs` announce.
+    """
+    tensors = [torch.empty(spec.shape, dtype=dtype_of(spec)) for spec in specs]
+    announced = sum(tensor.nbytes for tensor in tensors)
+    if announced != len(payload):
+        raise TransferError(f"a header brought {len(payload)} bytes and announced {announced}")
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.nbytes
+        ctypes.memmove(tensor.data_ptr(), payload[begin:end], tensor.nbytes)
+        begin = end
+    return tensors
