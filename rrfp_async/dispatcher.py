@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -30,6 +29,7 @@ from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
 from rrfp_async.tasks.stage import Outgoing, Stage, StageInputs
+from rrfp_async.tasks.step import StepReport, StepRequest, weighted
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.records import DispatchRecord
 from rrfp_async.trace.writer import Trace
@@ -38,29 +38,6 @@ from rrfp_async.world import Wires, World
 _HELD_MOST = 65_536
 _PROGRESS_EVERY_S = 5.0
 _EXPLAIN_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class StepRequest:
-    """What the Runtime asks for: a step's mode and this rank's part of the batch."""
-
-    training: bool
-    zero_gradients: bool
-    batch: Batch
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """What a step came to on this rank. Times in seconds; see `runtime.StepResult`."""
-
-    step: int
-    loss: float | None
-    losses: list[float]
-    outputs: list[Any]
-    compute_s: float
-    blocking_s: float
-    coordination_s: float
-    peak_in_flight: int
 
 
 @dataclass(slots=True)
@@ -166,7 +143,7 @@ class Dispatcher:
             drained = clock()
         with self._part_of_step():
             losses = await self._losses()
-            loss = await self._session.end(_weighted(losses, sizes))
+            loss = await self._session.end(weighted(losses, sizes))
         times.blocking_s += clock() - drained
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (times.compute_s, times.blocking_s, times.coordination_s)
@@ -390,11 +367,3 @@ class Dispatcher:
             self._transfer_group().create_task(self._receive(header, specs))
         else:
             self._deliver(header, unpacked(header.payload or b"", specs))
-
-
-def _weighted(losses: list[float], sizes: tuple[int, ...]) -> float | None:
-    """The batch's loss: each microbatch's, weighted by its share of the samples, in order."""
-    if not losses:
-        return None
-    total = sum(sizes)
-    return sum((loss * (size / total) for loss, size in zip(losses, sizes, strict=True)), start=0.0)

@@ -18,13 +18,14 @@ from typing import Any, Self
 import torch
 
 from rrfp_async.config import Config
-from rrfp_async.dispatcher import Dispatcher, StepReport, StepRequest
+from rrfp_async.dispatcher import Dispatcher
 from rrfp_async.errors import DataExhausted, StateError
 from rrfp_async.gpu.completion import WaitingThread
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Batch
 from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages
 from rrfp_async.tasks.stage import LossFn
+from rrfp_async.tasks.step import StepReport, StepRequest
 from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import World
 

@@ -19,7 +19,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("all", settings.get_profile("sample"), max_examples=2500)
+settings.register_profile("all", settings.get_profile("sample"), max_examples=1250)
 PROFILE = os.environ.get("RRFP_HYPOTHESIS_PROFILE", "sample")
 settings.load_profile(PROFILE)
 
@@ -43,10 +43,11 @@ def pytest_report_header() -> str:
     return f"hypothesis search: {PROFILE} ({settings().max_examples} cases a property)"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the long search the time it needs; pytest-timeout's default would end it."""
-    if PROFILE != "all":
-        return
+    """Mark what searches, and give the long search the time that pytest-timeout would not."""
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
-            item.add_marker(pytest.mark.timeout(ALL_TIMEOUT_S))
+            item.add_marker(pytest.mark.property)
+            if PROFILE == "all":
+                item.add_marker(pytest.mark.timeout(ALL_TIMEOUT_S))

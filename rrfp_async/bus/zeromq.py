@@ -132,7 +132,7 @@ class ZeroMqBus(Bus):
         self._key_pair = KeyPair()
         self._keys = PeerKeys()
         self._gate = Gate(self._context, self._keys)
-        self._router = zmq.asyncio.Socket(self._context, zmq.ROUTER)
+        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._dealers: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: list[zmq.asyncio.Socket] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -181,7 +181,8 @@ class ZeroMqBus(Bus):
         """
         peers = {rank: card for rank, card in enumerate(cards) if rank != self.rank}
         self._keys.learn({card.key.encode(): rank for rank, card in peers.items()})
-        self._tasks.append(asyncio.create_task(self._telling(self._receive_all())))
+        asyncio.get_running_loop().add_reader(self._router.fileno(), self._on_readable)
+        self._on_readable()
         accepted = {rank: self._connect_to(rank, card) for rank, card in peers.items()}
         if accepted:
             _, late = await asyncio.wait(accepted.values(), timeout=self._timeout_s)
@@ -269,24 +270,35 @@ class ZeroMqBus(Bus):
         try:
             await work
         except Exception as error:
-            told = error if isinstance(error, BusError) else BusError(f"the bus broke: {error!r}")
-            self._mailbox.put_nowait(told)
+            self._break(error)
 
-    async def _receive_all(self) -> None:
-        """The one reader of the socket: frames to messages, into the bounded mailbox."""
-        while True:
-            frames = await self._router.recv_multipart(copy=False)
-            frame = frames[-1]
-            source = self._keys.rank_of(str(frame.get("User-Id")))
-            envelope = decode_or_drop(frame.bytes, self.rank, self._statistics)
-            if envelope is None:
-                continue
-            if len(frames) != 2 or source != envelope.source:
-                self._statistics.dropped += 1
-                _log.warning("dropped a frame under a false name", rank=self.rank, sender=source)
-                continue
-            self._pairs.accept(envelope)
-            self._put((envelope.source, envelope.message))
+    def _on_readable(self) -> None:
+        """Take everything that has come: the socket signals a change of state, not each frame."""
+        try:
+            while not self._closed:
+                self._accept(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
+        except zmq.Again:
+            pass
+        except Exception as error:  # whatever it is, the reader would wait for ever
+            self._break(error)
+
+    def _accept(self, frames: list[zmq.Frame]) -> None:
+        """From frames to a message in the bounded mailbox."""
+        frame = frames[-1]
+        source = self._keys.rank_of(str(frame.get("User-Id")))
+        envelope = decode_or_drop(frame.bytes, self.rank, self._statistics)
+        if envelope is None:
+            return
+        if len(frames) != 2 or source != envelope.source:
+            self._statistics.dropped += 1
+            _log.warning("dropped a frame under a false name", rank=self.rank, sender=source)
+            return
+        self._pairs.accept(envelope)
+        self._put((envelope.source, envelope.message))
+
+    def _break(self, error: Exception) -> None:
+        told = error if isinstance(error, BusError) else BusError(f"the bus broke: {error!r}")
+        self._mailbox.put_nowait(told)
 
     async def _watch(
         self, rank: int, monitor: zmq.asyncio.Socket, accepted: "asyncio.Future[bool]"
@@ -334,8 +346,10 @@ class ZeroMqBus(Bus):
         for rank, dealer in self._dealers.items():
             dealer.disable_monitor()
             dealer.close(linger=0 if rank in self._lost else _LINGER_MS)
-        for socket in (*self._monitors, self._router):
-            socket.close(linger=0)
+        for monitor in self._monitors:
+            monitor.close(linger=0)
+        asyncio.get_running_loop().remove_reader(self._router.fileno())
+        self._router.close(linger=0)
 
     async def wait_closed(self) -> None:
         """Wait until what was queued has left or the linger time is over."""
