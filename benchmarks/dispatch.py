@@ -6,7 +6,8 @@
 
 `choose`: Arbiter.choose + commit with 8, 64 and 1,024 ready tasks. `path`: on rank 1 of two ranks,
 whose device is idle, (header received -> receive posted) + (tensor complete ->
-task started), as probes around the world's bus, transfer and device see it. All in microseconds.
+task started), as probes around the world's bus, transfer and device see it; for a tensor that
+comes with its header, header received -> task started. All in microseconds.
 """
 
 import argparse
@@ -43,6 +44,8 @@ from rrfp_async.topology import Topology
 from rrfp_async.world import Wires, World
 
 READY = (8, 64, 1024)
+WIDTHS = {"transfer": 32_768, "header": 256}
+"""Elements of a microbatch: enough to be transferred, and few enough to come with the header."""
 DISPATCHES = 2000
 
 
@@ -78,10 +81,12 @@ class Clockings:
     started: dict[int, float] = field(default_factory=dict)
 
     def paths_us(self) -> list[float]:
-        """The two spans of each microbatch, summed."""
+        """The two spans of each microbatch, summed; one span where tensors come with the header."""
         return [
-            1e6 * (self.posted[j] - self.header[j] + self.started[j] - self.complete[j])
-            for j in self.header
+            1e6 * (self.started[j] - header - (self.complete[j] - self.posted[j]))
+            if j in self.posted
+            else 1e6 * (self.started[j] - header)
+            for j, header in self.header.items()
         ]
 
 
@@ -182,12 +187,12 @@ class Slow(torch.nn.Module):
         return x * 1.0
 
 
-async def clock_rank(world: World, microbatches: int, steps: int) -> list[float]:
+async def clock_rank(world: World, microbatches: int, steps: int, width: int) -> list[float]:
     """Evaluate as one of two ranks; rank 1 returns its arrivals' microseconds.
 
     The first step is left out.
     """
-    batch = torch.zeros(microbatches, 256)
+    batch = torch.zeros(microbatches, width)
     times, samples = Clockings(), []
     if world.rank == 1:
         world = probed(world, times, microbatches)
@@ -203,18 +208,28 @@ async def clock_rank(world: World, microbatches: int, steps: int) -> list[float]
 
 async def paths_us(microbatches: int = 64, steps: int = 20) -> list[float]:
     """The path's microseconds for every arrival on rank 1, both ranks in this process."""
-    by_rank = await rrfp_async.run_local(2, lambda world: clock_rank(world, microbatches, steps))
+    by_rank = await rrfp_async.run_local(
+        2, lambda world: clock_rank(world, microbatches, steps, WIDTHS["transfer"])
+    )
     return by_rank[1]
 
 
-def process_paths_us(microbatches: int = 64, steps: int = 20) -> list[float]:
-    """As `paths_us`, as one of two processes of torchrun; both get rank 1's samples."""
+def process_paths_us(microbatches: int = 64, steps: int = 20) -> dict[str, list[float]]:
+    """As one of two processes of torchrun; both get rank 1's samples, for each width."""
     world = rrfp_async.torchrun_world()
-    samples = rrfp_async.run(clock_rank(world, microbatches, steps))
+    for name, width in WIDTHS.items():
+        samples = rrfp_async.run(clock_rank(world, microbatches, steps, width))
+        if world.rank == 1:
+            world.store.set(f"paths/{name}", json.dumps(samples))
     world.close()
-    if world.rank == 1:
-        world.store.set("paths_us", json.dumps(samples))
-    return json.loads(world.store.get("paths_us"))
+    return {name: json.loads(world.store.get(f"paths/{name}")) for name in WIDTHS}
+
+
+def spread(samples: list[float]) -> dict[str, float]:
+    """Median and 99th percentile of some microseconds."""
+    ranked = sorted(samples)
+    p99 = ranked[int(0.99 * len(ranked))]
+    return {"median": statistics.median(ranked), "p99": p99, "samples": len(ranked)}
 
 
 def under_torchrun() -> bool:
@@ -225,16 +240,15 @@ def under_torchrun() -> bool:
 def measure() -> dict[str, Any]:
     """Every number of this benchmark."""
     torch.set_num_threads(1)
-    samples = sorted(process_paths_us() if under_torchrun() else rrfp_async.run(paths_us))
+    if under_torchrun():
+        paths = process_paths_us()
+    else:
+        paths = {"transfer": rrfp_async.run(paths_us)}
     talks = os.environ.get("RANK", "0") == "0"
     return {
         "choose_us": {h: {str(r): choose_us(h, r) for r in READY} for h in HINTS if talks},
-        "path_us": {
-            "median": statistics.median(samples),
-            "p99": samples[int(0.99 * len(samples))],
-            "samples": len(samples),
-            "between": "processes" if under_torchrun() else "ranks of one process",
-        },
+        "path_us": {name: spread(samples) for name, samples in paths.items()},
+        "between": "processes" if under_torchrun() else "ranks of one process",
         "date": date.today().isoformat(),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -249,10 +263,11 @@ def show(result: dict[str, Any]) -> None:
         cells = [f"{value:.1f}" for value in row.values()]
         table.add_row(hint, *cells, f"{row['1024'] / row['8']:.2f}")
     console.print(table)
-    path = result["path_us"]
-    title = f"arrival to running task between {path['between']}, µs"
-    table = Table("median", "p99", "samples", title=title, min_width=len(title))
-    table.add_row(f"{path['median']:.0f}", f"{path['p99']:.0f}", str(path["samples"]))
+    title = f"arrival to running task between {result['between']}, µs"
+    table = Table("tensor", "median", "p99", "samples", title=title, min_width=len(title))
+    for name, row in result["path_us"].items():
+        told = {"transfer": "transferred, 128 KiB", "header": "with its header, 1 KiB"}[name]
+        table.add_row(told, f"{row['median']:.0f}", f"{row['p99']:.0f}", str(row["samples"]))
     console.print(table)
 
 
