@@ -240,10 +240,7 @@ def under_torchrun() -> bool:
 def measure() -> dict[str, Any]:
     """Every number of this benchmark."""
     torch.set_num_threads(1)
-    if under_torchrun():
-        paths = process_paths_us()
-    else:
-        paths = {"transfer": rrfp_async.run(paths_us)}
+    paths = process_paths_us() if under_torchrun() else {"transfer": rrfp_async.run(paths_us)}
     talks = os.environ.get("RANK", "0") == "0"
     return {
         "choose_us": {h: {str(r): choose_us(h, r) for r in READY} for h in HINTS if talks},

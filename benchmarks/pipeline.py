@@ -5,7 +5,9 @@
 
 Stages sleep 10 ms forward and 20 ms backward inside autograd. Both systems run the same modules on
 the same batch over gloo in one launch, a step of one and a step of the other in turn, each between
-barriers. The bound is what a pipeline without any overhead takes: (M + P - 1) (tF + tB).
+barriers. The bound is what a pipeline without any overhead takes: (M + P - 1) (tF + tB). The last
+table says where the rest of ours goes on rank 0, whose ideal is M (tF + tB) of computing and
+(P - 1) (tF + tB) of waiting.
 """
 
 import argparse
@@ -66,22 +68,38 @@ def torch_step(module: torch.nn.Module, world: rrfp_async.World, microbatches: i
     return step
 
 
-async def measure(world: rrfp_async.World, microbatches: int, steps: int) -> dict[str, list[float]]:
-    """Milliseconds of every step of both systems, the first of each left out."""
+async def measure(
+    world: rrfp_async.World, microbatches: int, steps: int
+) -> tuple[dict[str, list[float]], list[rrfp_async.StepResult]]:
+    """Milliseconds of every step of both systems, and our results; the first of each left out."""
     module = SleepingStage(WIDTH, FORWARD_S, BACKWARD_S)
     batch = torch.zeros(2 * microbatches, WIDTH)
     config = rrfp_async.Config(microbatches=microbatches)
     times: dict[str, list[float]] = {"rrfp_async bf": [], "torch 1F1B": []}
+    results = []
     async with rrfp_async.Runtime(module, world=world, config=config, loss_fn=loss_fn) as runtime:
 
         async def ours() -> None:
-            await runtime.train_step(batch, target=batch)
+            results.append(await runtime.train_step(batch, target=batch))
 
         theirs = torch_step(module, world, microbatches)
         for _ in range(steps + 1):
             times["rrfp_async bf"].append(await timed(ours))
             times["torch 1F1B"].append(await timed(theirs))
-    return {system: samples[1:] for system, samples in times.items()}
+    return {system: samples[1:] for system, samples in times.items()}, results[1:]
+
+
+def rest(results: list[rrfp_async.StepResult], ranks: int, microbatches: int) -> dict[str, float]:
+    """Milliseconds per critical-path task that our steps took on this rank beyond the ideal."""
+    unit_s = FORWARD_S + BACKWARD_S
+    path_tasks = 2 * (microbatches + ranks - 1)
+    beyond = {
+        "computing longer than the sleeps": [r.compute_s - microbatches * unit_s for r in results],
+        "waiting for arrivals": [r.blocking_s - (ranks - 1) * unit_s for r in results],
+        "agreeing on the step": [r.coordination_s for r in results],
+        "dispatching and thread hand-offs": [r.other_s for r in results],
+    }
+    return {what: 1e3 * statistics.median(spent) / path_tasks for what, spent in beyond.items()}
 
 
 def summary(times: dict[str, list[float]], ranks: int, microbatches: int) -> dict[str, Any]:
@@ -114,6 +132,10 @@ def show(result: dict[str, Any]) -> None:
         numbers = list(row.values())[1:]
         table.add_row(row["system"], *(f"{number:.3f}" for number in numbers))
     Console().print(table)
+    table = Table("where ours goes, rank 0", "ms per task")
+    for what, spent_ms in result["rest_ms_per_task"].items():
+        table.add_row(what, f"{spent_ms:.3f}")
+    Console().print(table)
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -121,10 +143,12 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = rrfp_async.torchrun_world()
-    times = rrfp_async.run(measure(world, options.microbatches, options.steps))
+    times, results = rrfp_async.run(measure(world, options.microbatches, options.steps))
     world.close()
     if world.rank == 0:
-        result = summary(times, world.topology.world_size, options.microbatches)
+        ranks = world.topology.world_size
+        result = summary(times, ranks, options.microbatches)
+        result["rest_ms_per_task"] = rest(results, ranks, options.microbatches)
         print(json.dumps(result)) if options.json else show(result)
     dist.destroy_process_group()
 
