@@ -4,7 +4,8 @@
     python benchmarks/pipeline.py --json
 
 Stages sleep 10 ms forward and 20 ms backward inside autograd. Both systems run the same modules on
-the same batch over gloo in one launch, a step of one and a step of the other in turn, each between
+the same batch in one launch, torch over gloo, ours over gloo or, where tensors are small, with
+their headers, a step of one and a step of the other in turn, each between
 barriers. The bound is what a pipeline without any overhead takes: (M + P - 1) (tF + tB). The last
 table says where the rest of ours goes on rank 0, whose ideal is M (tF + tB) of computing and
 (P - 1) (tF + tB) of waiting.
@@ -32,6 +33,8 @@ import rrfp_async
 
 FORWARD_S, BACKWARD_S = 0.010, 0.020
 WIDTH = 16
+ROWS = {"gloo, 128 KiB": 2048, "with headers, 128 B": 2}
+"""Samples of a microbatch: enough to be transferred, and few enough to come with headers."""
 Step = Callable[[], Awaitable[None]]
 
 
@@ -49,13 +52,15 @@ async def timed(step: Step) -> float:
     return 1e3 * (time.perf_counter() - begun)
 
 
-def torch_step(module: torch.nn.Module, world: rrfp_async.World, microbatches: int) -> Step:
+def torch_step(
+    module: torch.nn.Module, world: rrfp_async.World, microbatches: int, rows: int
+) -> Step:
     """A step of torch's own 1F1B."""
     ranks = world.topology.world_size
-    part = torch.zeros(2, WIDTH)
+    part = torch.zeros(rows, WIDTH)
     stage = PipelineStage(module, world.rank, ranks, torch.device("cpu"), input_args=(part,))
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_fn)
-    batch = torch.zeros(2 * microbatches, WIDTH)
+    batch = torch.zeros(rows * microbatches, WIDTH)
 
     async def step() -> None:
         if world.rank == 0:
@@ -69,11 +74,11 @@ def torch_step(module: torch.nn.Module, world: rrfp_async.World, microbatches: i
 
 
 async def measure(
-    world: rrfp_async.World, microbatches: int, steps: int
+    world: rrfp_async.World, microbatches: int, steps: int, rows: int
 ) -> tuple[dict[str, list[float]], list[rrfp_async.StepResult]]:
     """Milliseconds of every step of both systems, and our results; the first of each left out."""
     module = SleepingStage(WIDTH, FORWARD_S, BACKWARD_S)
-    batch = torch.zeros(2 * microbatches, WIDTH)
+    batch = torch.zeros(rows * microbatches, WIDTH)
     config = rrfp_async.Config(microbatches=microbatches)
     times: dict[str, list[float]] = {"rrfp_async bf": [], "torch 1F1B": []}
     results = []
@@ -82,7 +87,7 @@ async def measure(
         async def ours() -> None:
             results.append(await runtime.train_step(batch, target=batch))
 
-        theirs = torch_step(module, world, microbatches)
+        theirs = torch_step(module, world, microbatches, rows)
         for _ in range(steps + 1):
             times["rrfp_async bf"].append(await timed(ours))
             times["torch 1F1B"].append(await timed(theirs))
@@ -125,7 +130,8 @@ def summary(times: dict[str, list[float]], ranks: int, microbatches: int) -> dic
 
 def show(result: dict[str, Any]) -> None:
     """The rows as a table."""
-    table = Table(title=f"P={result['ranks']}, M={result['microbatches']}: {result['bound_ms']} ms")
+    size = f"P={result['ranks']}, M={result['microbatches']}, {result['tensors']}"
+    table = Table(title=f"{size}: bound {result['bound_ms']:.0f} ms")
     for name in ("system", "step, ms", "/ bound", "/ torch", "ms above bound per task"):
         table.add_column(name)
     for row in result["rows"]:
@@ -143,13 +149,18 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = rrfp_async.torchrun_world()
-    times, results = rrfp_async.run(measure(world, options.microbatches, options.steps))
-    world.close()
-    if world.rank == 0:
-        ranks = world.topology.world_size
+    ranks, found = world.topology.world_size, []
+    for tensors, rows in ROWS.items():
+        times, results = rrfp_async.run(measure(world, options.microbatches, options.steps, rows))
         result = summary(times, ranks, options.microbatches)
-        result["rest_ms_per_task"] = rest(results, ranks, options.microbatches)
-        print(json.dumps(result)) if options.json else show(result)
+        left = rest(results, ranks, options.microbatches)
+        found.append({"tensors": tensors, **result, "rest_ms_per_task": left})
+    world.close()
+    if world.rank == 0 and options.json:
+        print(json.dumps({"runs": found}))
+    elif world.rank == 0:
+        for result in found:
+            show(result)
     dist.destroy_process_group()
 
 

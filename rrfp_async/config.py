@@ -66,6 +66,8 @@ class Config:
             ("limit", str(self.limit)),
             ("microbatches", str(self.microbatches)),
             ("deterministic", str(self.deterministic)),
+            ("peer_timeout_s", str(self.peer_timeout_s)),
+            ("stall_timeout_s", str(self.stall_timeout_s)),
         )
 
 

@@ -19,7 +19,7 @@ from rrfp_async.arbiter import Arbiter, Decision
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header, Message
 from rrfp_async.config import Config
-from rrfp_async.errors import ProtocolError, StepFailed, TransferError
+from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, TransferError
 from rrfp_async.gpu.device import adopt_num_threads
 from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.hints import make_hint
@@ -64,6 +64,7 @@ class Dispatcher:
         self._world = world
         self._wires = wires
         self._keep_outputs = config.return_outputs
+        self._takes_inputs = any(stage.is_source for stage in stages.values())
         self._stages = stages
         self._trace = trace
         self._session = session
@@ -76,7 +77,9 @@ class Dispatcher:
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
         self._wake = asyncio.Event()
         self._times = _Times()
+        self._training = False
         self._free_since_s = 0.0
+        self._unfinished = 0  # tasks launched and not known to be done
         self._first_failure: Exception | None = None
         self._ending = False
         self._journal = Journal(world.clock)
@@ -93,6 +96,7 @@ class Dispatcher:
         self._journal.begin_step()
         self._first_failure = None
         self._ending = False
+        self._unfinished = 0
         self._session.open_step(training=request.training)
         try:
             async with asyncio.TaskGroup() as group:
@@ -102,17 +106,19 @@ class Dispatcher:
                     task.cancel()
                 return report
         except BaseExceptionGroup as errors:
-            failure = self._came_first(errors)
+            failure = self._came_first()
+            if failure is None:  # cancelled before anything failed
+                raise asyncio.CancelledError from errors
         finally:
             self._transfers = None
             self._end_stages()
             self._ready_set.reset()
-        if isinstance(failure, StepFailed | ValueError):
+        if isinstance(failure, StepFailed | ValueError | DataExhausted):
             raise failure
         raise self._session.failed(failure) from failure
 
-    def _came_first(self, errors: BaseException) -> BaseException:
-        return self._first_failure or errors
+    def _came_first(self) -> Exception | None:
+        return self._first_failure
 
     @contextmanager
     def _part_of_step(self) -> Iterator[None]:
@@ -131,39 +137,45 @@ class Dispatcher:
         clock, times = self._world.clock, self._times
         begun, number = clock(), self._session.steps_done
         with self._part_of_step():
-            arguments = self._split_inputs(request.batch)
-            announced = request.batch.sizes(arguments) if arguments else None
-            sizes = await self._session.begin(announced)
+            batch = await request.batch()
+            arguments = batch.split_inputs() if self._takes_inputs else []
+            own_sizes = batch.sizes(arguments) if arguments else None
+            sizes = await self._session.begin(own_sizes)
+            self._check_sizes(own_sizes, sizes)
+            self._world.device.follow_caller()
             await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
         times.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
             with self._part_of_step():
-                self._begin(request, arguments, sizes)
+                self._begin(request, batch, arguments, sizes)
                 await self._dispatch_all()
             drained = clock()
         with self._part_of_step():
             losses = await self._losses()
             loss = await self._session.end(weighted(losses, sizes))
-        times.blocking_s += clock() - drained
+        self._count_blocking(drained)
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (times.compute_s, times.blocking_s, times.coordination_s)
         return StepReport(number, loss, losses, outputs, *spent, self._backpressure.peak)
 
-    def _split_inputs(self, batch: Batch) -> list[Arguments]:
-        takes_inputs = any(stage.is_source for stage in self._stages.values())
-        return batch.split_inputs() if takes_inputs else []
+    def _check_sizes(self, own: tuple[int, ...] | None, sizes: tuple[int, ...]) -> None:
+        if own is not None and own != sizes:
+            raise ValueError(
+                f"rank {self._world.rank} was given microbatches of {list(own)} samples, rank 0 of "
+                f"{list(sizes)}: give as many on every rank that takes inputs"
+            )
 
     def _begin(
-        self, request: StepRequest, arguments: list[Arguments], sizes: tuple[int, ...]
+        self,
+        request: StepRequest,
+        batch: Batch,
+        arguments: list[Arguments],
+        sizes: tuple[int, ...],
     ) -> None:
         """Set up the step's tasks, then act on the headers that came before them."""
-        if arguments and len(arguments) != len(sizes):
-            raise ValueError(
-                f"rank {self._world.rank} was given {len(arguments)} microbatches, rank 0 "
-                f"{len(sizes)}: give as many on every rank that takes inputs"
-            )
+        self._training = request.training
         for stage in self._stages.values():
-            stage.begin_step(self._stage_inputs(stage, request, arguments, sizes))
+            stage.begin_step(self._stage_inputs(stage, request, batch, arguments, sizes))
         tasks = self._ready_set.begin_step(len(sizes), backward=request.training)
         self._backpressure.begin_step(len(sizes), backward=request.training)
         self._arbiter.begin_step(tasks)
@@ -176,16 +188,17 @@ class Dispatcher:
         self,
         stage: Stage,
         request: StepRequest,
+        batch: Batch,
         arguments: list[Arguments],
         sizes: tuple[int, ...],
     ) -> StageInputs:
-        has_target = stage.is_last and request.batch.target is not None
+        has_target = stage.is_last and batch.target is not None
         return StageInputs(
             training=request.training,
             zero_gradients=request.zero_gradients,
             sizes=sizes,
             arguments=arguments if stage.is_source else [],
-            targets=request.batch.split_target(sizes) if has_target else [],
+            targets=batch.split_target(sizes) if has_target else [],
             keep_outputs=self._keep_outputs or not request.training,
         )
 
@@ -208,7 +221,13 @@ class Dispatcher:
         since = clock()
         self._wake.clear()
         await self._wake.wait()
-        self._times.blocking_s += clock() - since
+        self._count_blocking(since)
+
+    def _count_blocking(self, since_s: float) -> None:
+        """Count the time since then as blocking, as far as the device had nothing to do."""
+        if not self._unfinished:
+            idle_since_s = max(since_s, self._free_since_s)
+            self._times.blocking_s += max(0.0, self._world.clock() - idle_since_s)
 
     def _record(self, decision: Decision, waited_s: float) -> None:
         record = DispatchRecord(self._session.steps_done, self._world.rank, decision, waited_s)
@@ -219,20 +238,28 @@ class Dispatcher:
             self._journal.note("dispatched", task)
             outcome = await KINDS[task.kind](self._context, task)
         except Exception as error:
-            records = self._journal.about(task)
-            raise self._session.failed(error, task, records=records) from error
+            raise self._task_failed(error, task) from error
         self._journal.note("completed", task)
         if outcome.computed.finish is None:
             self._leave(task, outcome, outcome.computed.finished_s)
         else:  # launched: what comes next here may be launched behind it, headers must wait
+            self._unfinished += 1
             self._transfer_group().create_task(self._leave_later(task, outcome))
         self._backpressure.completed(task)
         self._arbiter.add(self._ready_set.completed(task))
 
+    def _task_failed(self, error: Exception, task: TaskId) -> StepFailed:
+        return self._session.failed(error, task, records=self._journal.about(task))
+
     async def _leave_later(self, task: TaskId, outcome: Outcome) -> None:
         if outcome.computed.finish is not None:
             with self._part_of_step():
-                self._leave(task, outcome, await outcome.computed.finish)
+                try:
+                    finished_s = await outcome.computed.finish
+                except Exception as error:
+                    raise self._task_failed(error, task) from error
+                self._unfinished -= 1
+                self._leave(task, outcome, finished_s)
 
     def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
         """The task has left the device: count its time there, and send what it made."""
@@ -261,7 +288,8 @@ class Dispatcher:
         route = topology.activation_link if forward else topology.gradient_link
         link = route(outgoing.edge)
         number, sequence = self._session.steps_done, self._sequences[link]
-        payload = self._wires.transfer.pack(outgoing.tensors) if outgoing.tensors else None
+        packs = self._training and outgoing.tensors  # in evaluation open sends are the bound
+        payload = self._wires.transfer.pack(outgoing.tensors) if packs else None
         header = Header(number, link, sequence, outgoing.edge, task, outgoing.specs, payload)
         self._wires.bus.send_nowait(link.target, header)
         if outgoing.tensors and payload is None:

@@ -10,8 +10,12 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from rrfp_async.errors import StateError
 from rrfp_async.topology import Topology
 from rrfp_async.world import World, local_world
+
+if sys.platform != "win32":
+    import uvloop
 
 T = TypeVar("T")
 
@@ -30,9 +34,11 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> 
     Inside a loop that runs already (a notebook), await your coroutine instead.
 
     Raises:
+        StateError: If a loop is running already.
         SystemExit: With status 143 after SIGTERM, once `main` was cancelled and has cleaned up.
         KeyboardInterrupt: After SIGINT, likewise.
     """
+    _refuse_nesting(main)
     coroutine = main() if callable(main) else main
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -41,6 +47,16 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> 
             return runner.run(_until_terminated(coroutine))
     finally:
         sys.setswitchinterval(before)
+
+
+def _refuse_nesting(main: object) -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    if asyncio.iscoroutine(main):
+        main.close()
+    raise StateError("an event loop is running here already: await your coroutine instead of run()")
 
 
 async def _until_terminated(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -85,7 +101,7 @@ async def run_local(
         What `main` returned, by rank.
 
     Raises:
-        The first rank's error, itself; every other rank is cancelled.
+        The error that came first, itself; every other rank is cancelled.
     """
     failure: BaseException | None = None
     tasks: list[asyncio.Task[T]] = []
@@ -107,6 +123,4 @@ async def _call(main: Callable[[World], Awaitable[T]], world: World) -> T:
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     if sys.platform == "win32":
         return None
-    import uvloop  # noqa: PLC0415 - does not exist on Windows
-
     return uvloop.new_event_loop

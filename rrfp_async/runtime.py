@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import torch
 
+from rrfp_async.bus.base import Bus
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
 from rrfp_async.errors import DataExhausted, StateError
@@ -70,7 +71,7 @@ class Runtime:
 
     Args:
         stages: This rank's stage module, or a list of its stage modules, lowest stage first.
-        world: This rank's world, from `local_world`.
+        world: This rank's world, from `local_world` or `torchrun_world`.
         config: The settings, equal on every rank.
         loss_fn: `loss_fn(output, target)` -> scalar tensor, the mean over the microbatch's
             samples. Needed for training on the rank of the last stage; ignored elsewhere.
@@ -109,6 +110,7 @@ class Runtime:
         self._data_thread: WaitingThread | None = None
         self._dispatcher: Dispatcher | None = None
         self._session: Session | None = None
+        self._bus: Bus | None = None
         self._busy = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -120,7 +122,7 @@ class Runtime:
         return list({id(p): p for module in modules for p in module.parameters()}.values())
 
     async def __aenter__(self) -> Self:
-        """Open the connections and the trace. Does not wait for other ranks."""
+        """Open the connections and the trace; between processes, wait for every other rank."""
         if self._closed or self._dispatcher is not None:
             raise StateError("this Runtime was opened before: build a new one")
         try:
@@ -132,6 +134,7 @@ class Runtime:
 
     async def _start(self) -> None:
         wires = await self._resources.enter_async_context(self._world.connect(self._config))
+        self._bus = wires.bus
         self._session = Session(
             bus=wires.bus,
             rank=self._world.rank,
@@ -142,7 +145,8 @@ class Runtime:
         )
         self._resources.callback(self._session.say_farewell)
         trace = open_trace(self._config.trace_dir, self._world.rank)
-        self._resources.push_async_callback(asyncio.to_thread, trace.close)
+        if self._config.trace_dir is not None:
+            self._resources.push_async_callback(asyncio.to_thread, trace.close)
         self._dispatcher = Dispatcher(
             world=self._world,
             wires=wires,
@@ -158,6 +162,8 @@ class Runtime:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if error is not None and self._session is not None and self._failure is None:
+            self._session.tell_failure(error)
         await self.close()
 
     async def close(self) -> None:
@@ -205,20 +211,18 @@ class Runtime:
     async def _train(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, update: bool
     ) -> StepResult:
-        if not args and not kwargs and target is None and self._data is not None:
-            args, kwargs, target = await self._next_batch(self._data)
         if self._needs_target and self._loss_fn is None:
             raise ValueError(
                 f"rank {self._world.rank} owns the last stage and has no loss_fn: "
                 f"give Runtime(..., loss_fn=...)"
             )
-        if self._needs_target and target is None:
-            raise ValueError(
-                f"train_step on rank {self._world.rank}, which owns the last stage, got no "
-                f"target: pass target= or build the Runtime with data="
-            )
         begun = self._world.clock()
-        report = await self._run(args, kwargs, target, training=True)
+        if not args and not kwargs and target is None and self._data is not None:
+            get = partial(self._next_batch, self._data)
+        else:
+            get = partial(self._whole, self._checked(args, kwargs, target, training=True))
+        request = StepRequest(True, self._gradients_used, get)
+        report = await self._open().run_step(request)
         self._gradients_used = update
         if update:
             await self._update(report.step)
@@ -238,24 +242,31 @@ class Runtime:
                 f"Runtime(..., loss_fn=...), or leave the target out"
             )
         begun = self._world.clock()
-        report = await self._run(args, kwargs, target, training=False)
+        get = partial(self._whole, self._checked(args, kwargs, target, training=False))
+        report = await self._open().run_step(StepRequest(False, False, get))
         return _result(report, self._world.clock() - begun)
 
-    async def _run(
+    def _checked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool
-    ) -> StepReport:
+    ) -> Batch:
+        """This rank's part of the batch, with all in it that the rank needs."""
         batch = Batch(args, kwargs, target, self._config.microbatches)
         if self._takes_inputs and not batch.has_inputs:
             raise ValueError(
                 f"rank {self._world.rank} owns a stage that takes inputs and got none: pass the "
                 f"inputs to the step or build the Runtime with data="
             )
-        request = StepRequest(training, self._gradients_used, batch)
-        return await self._open().run_step(request)
+        if training and self._needs_target and target is None:
+            raise ValueError(
+                f"train_step on rank {self._world.rank}, which owns the last stage, got no "
+                f"target: pass target= or build the Runtime with data="
+            )
+        return batch
 
-    async def _next_batch(
-        self, data: Iterator[tuple[Any, Any]]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    async def _whole(self, batch: Batch) -> Batch:
+        return batch
+
+    async def _next_batch(self, data: Iterator[tuple[Any, Any]]) -> Batch:
         """The next of `data=`, fetched on a thread: loading may block."""
         with self._naming_this_rank():
             if self._data_thread is None:
@@ -273,8 +284,9 @@ class Runtime:
             )
         inputs, target = item
         if isinstance(inputs, Mapping):
-            return (), dict(inputs), target
-        return inputs if isinstance(inputs, tuple) else (inputs,), {}, target
+            return self._checked((), dict(inputs), target, training=True)
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+        return self._checked(args, {}, target, training=True)
 
     @contextmanager
     def _naming_this_rank(self, step: int | None = None) -> Iterator[None]:
@@ -299,9 +311,9 @@ class Runtime:
             return result
         except BaseException as error:
             self._failure = error
-            if self._session is not None:
+            if self._session is not None and self._bus is not None:
                 self._session.tell_failure(error)
-            await self._resources.aclose()  # whom the message cannot reach sees the end instead
+                self._bus.close()  # whom the message cannot reach sees the end instead
             raise
         finally:
             self._busy = False
@@ -316,6 +328,11 @@ class Runtime:
             ) from self._failure
         if self._busy:
             raise StateError("a step is running on this Runtime: await it before the next")
+        if torch.is_autocast_enabled(self._world.device.torch_device.type):
+            raise StateError(
+                "torch.autocast around a step does not reach the thread that computes: use it "
+                "inside the stage's forward"
+            )
         self._open()
 
     def _open(self) -> Dispatcher:

@@ -132,18 +132,19 @@ class Session:
     def report_progress(self, events: int, report: str) -> None:
         """Tell how far this rank is; `report` is what it waits for, if nothing has happened.
 
+        The first rank judges: it hears from all. It tells all in turn, so that they know it does.
+
         Raises:
             StepFailed: On the first rank, if no rank has progressed within the stall timeout; on
-                others, if the first rank has not announced the step within twice that.
+                others, if the first rank was not heard in this step for twice that.
         """
         progress = Progress(self.steps_done, events, report)
         timeout_s = self._stall_timeout_s
         if self._rank == FIRST_RANK:
             self._on_progress(self._rank, progress)
+            self._tell_all(progress)
         else:
             self._bus.send_nowait(FIRST_RANK, progress)
-            if self._announced.done():
-                return
             timeout_s *= 2  # the first rank knows more, if it is there
         if self._clock() - self._progressed_s >= timeout_s:
             raise StepFailed(rank=FIRST_RANK, step=self.steps_done, cause=self._stalled())
@@ -165,7 +166,7 @@ class Session:
             stage=None if task is None else task.stage,
             task=None if task is None else str(task),
             microbatch=None if task is None else task.microbatch,
-            cause=f"{type(error).__name__}: {error}",
+            cause=_told(error),
             records=records,
         )
 
@@ -251,7 +252,8 @@ class Session:
         if not self._in_step or message.step != self.steps_done:
             return
         before = self._progress.get(source)
-        if before is None or before.events != message.events:
+        judged = self._rank == FIRST_RANK
+        if not judged or before is None or before.events != message.events:
             self._progressed_s = self._clock()
         self._progress[source] = message
 
@@ -267,7 +269,7 @@ class Session:
         )
 
     def _on_farewell(self, source: int, message: Farewell) -> None:
-        cause = f"it closed its Runtime after {message.steps} steps"
+        cause = f"it closed its Runtime with {message.steps} steps done: run as many on every rank"
         raise StepFailed(rank=source, step=self.steps_done, cause=cause)
 
     def _on_peer_lost(self, source: int, message: PeerLost) -> None:
@@ -278,7 +280,8 @@ class Session:
         """Why the step is given up: what each rank said last."""
         if self._rank != FIRST_RANK:
             waited_s = 2 * self._stall_timeout_s
-            return f"it has not announced the step within {waited_s} s (twice stall_timeout_s)"
+            what = "said anything in" if self._announced.done() else "announced"
+            return f"it has not {what} the step within {waited_s} s (twice stall_timeout_s)"
         reports = []
         for rank in range(self._world_size):
             progress = self._progress.get(rank)
@@ -306,6 +309,12 @@ def _settle(future: "asyncio.Future[M]", message: M) -> None:
     if future.done():
         raise ProtocolError(f"{message} came twice")
     future.set_result(message)
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, asyncio.CancelledError):
+        return "the step was cancelled there (by its caller, Ctrl-C or SIGTERM)"
+    return f"{type(error).__name__}: {error}"
 
 
 def _difference(rank: int, theirs: Settings, own_rank: int, own: Settings) -> str:

@@ -1,7 +1,7 @@
 """The world of one rank that torchrun started: ZeroMQ for control, a process group per link.
 
-Reads torchrun's environment and nothing else of the machine. Opening a Runtime on it waits for
-every other rank, at most `config.peer_timeout_s`.
+Reads torchrun's environment, and asks the machine which of its addresses leads to the master.
+Opening a Runtime on it waits for every other rank, at most `config.peer_timeout_s`.
 """
 
 import asyncio
@@ -147,8 +147,13 @@ def _prepare_cuda(environment: MutableMapping[str, str]) -> None:
             raise ValueError(
                 f"{name}=1 makes streams wait for one another, which deadlocks a pipeline: unset it"
             )
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        raise ValueError(
+            "CUDA was used before torchrun_world(device='cuda'), which sets it up: make the world "
+            "first"
+        )
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-    environment.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1 for every rank
 
 
 class _Wiring:

@@ -113,11 +113,11 @@ class _LocalWiring:
         self._open: set[Bus] = set()
         self._closed = False
 
-    def connect(self, rank: int) -> Connecting:
-        """The wires of the next Runtime of `rank`."""
-        return Connecting(partial(self._start, rank))
+    def connect(self, rank: int, device: torch.device) -> Connecting:
+        """The wires of the next Runtime of `rank`, whose tensors live on `device`."""
+        return Connecting(partial(self._start, rank, device))
 
-    async def _start(self, rank: int, resources: AsyncExitStack) -> Wires:
+    async def _start(self, rank: int, device: torch.device, resources: AsyncExitStack) -> Wires:
         if self._closed:
             raise StateError("this local_world has been left: enter a new one")
         number = self._opened[rank]
@@ -128,7 +128,7 @@ class _LocalWiring:
         bus = hub.open(rank)
         self._open.add(bus)
         resources.callback(self._end, number, bus)
-        return Wires(bus, fabric.open())
+        return Wires(bus, fabric.open(device))
 
     def _end(self, number: int, bus: Bus) -> None:
         """Close one end; after the last one of a Runtime, forget its hub and fabric."""
@@ -176,7 +176,13 @@ async def local_world(
     ]
     try:
         yield [
-            World(rank, topology, devices[rank], time.perf_counter, _connector(wiring, rank))
+            World(
+                rank,
+                topology,
+                devices[rank],
+                time.perf_counter,
+                _connector(wiring, rank, devices[rank].torch_device),
+            )
             for rank in range(n)
         ]
     finally:
@@ -185,8 +191,8 @@ async def local_world(
             place.close()
 
 
-def _connector(wiring: _LocalWiring, rank: int) -> Connect:
-    return lambda _config: wiring.connect(rank)
+def _connector(wiring: _LocalWiring, rank: int, device: torch.device) -> Connect:
+    return lambda _config: wiring.connect(rank, device)
 
 
 def with_delays(world: World, delays: Delays) -> World:

@@ -1,4 +1,4 @@
-"""The bus as everyone sees it. Twins: `inproc` (ranks of one process); sockets come with them.
+"""The bus as everyone sees it. Twins: `inproc` (ranks of one process), `zeromq` (processes).
 
 Reliable and ordered per pair of ranks, or it raises: every envelope carries a number per pair, and
 a gap or a repeat is an error naming the pair. A frame that is no message is counted, logged and

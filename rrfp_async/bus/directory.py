@@ -80,8 +80,11 @@ class Directory:
         """
         try:
             yield
-        except RrfpError as error:
-            told = await asyncio.to_thread(self._store.compare_set, "fault", "", str(error))
+        except (RrfpError, RuntimeError, OSError) as error:  # torch's stores raise RuntimeErrors
+            try:
+                told = await asyncio.to_thread(self._store.compare_set, "fault", "", str(error))
+            except (RuntimeError, OSError):
+                raise BusError(f"the store cannot be reached: {error}") from error
             raise BusError(told.decode()) from error
 
     async def unless_fault(self, work: Awaitable[T]) -> T:

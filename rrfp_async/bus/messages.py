@@ -1,6 +1,6 @@
 """What ranks say to one another: frozen values of ints, strings and short lists.
 
-A message carries its step, except `Hello`. How it becomes bytes is `codec`'s business, who reacts
+Most carry their step. How it becomes bytes is `codec`'s business, who reacts
 to it the dispatcher's.
 """
 

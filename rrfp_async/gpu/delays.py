@@ -39,7 +39,7 @@ class Delays:
 
 
 class DelayedTransfer(Transfer):
-    """Waits before every send; receives and everything else pass through."""
+    """Waits before every send, and packs nothing, so that every tensor is one."""
 
     def __init__(self, inner: Transfer, delays: Delays) -> None:
         self._inner = inner
@@ -90,6 +90,10 @@ class DelayedDevice(Device):
             return function()
 
         return await self._inner.run(delayed, task=task)
+
+    def follow_caller(self) -> None:
+        """As the inner device does."""
+        self._inner.follow_caller()
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """As the inner device does."""

@@ -42,6 +42,9 @@ class Device(ABC):
         Cancelling stops the waiting, not the function: it runs to its end, its result is dropped.
         """
 
+    def follow_caller(self) -> None:  # noqa: B027 - nothing on a CPU
+        """Let what tasks do come after what the caller's thread has launched so far."""
+
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:  # noqa: B027 - nothing on a CPU
         """Note that `tensors`, made elsewhere, are about to be used by this device's tasks."""
 
@@ -122,6 +125,10 @@ class CudaDevice(Device):
         if task is not None:
             return Computed(value, launched.started_s, launched.finished_s, finish)
         return Computed(value, launched.started_s, await finish)
+
+    def follow_caller(self) -> None:
+        """Let the device's stream wait for the caller's current one."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the allocator from reusing `tensors` before this stream is done with them."""

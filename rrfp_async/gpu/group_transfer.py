@@ -2,8 +2,8 @@
 
 Each link has a thread per end that posts and waits, one transfer after another: gloo's sends block
 for milliseconds, and its work never reports completion by itself. NCCL's is enqueued on a stream
-of the link, which the thread then waits for; the header has told the receiver by then, so no
-kernel spins for a peer that does not come. Order on a link is the sequence
+of the link, which the thread then waits for; the header is on its way to the receiver by then, so a
+kernel spins no longer than the receiver takes to post. Order on a link is the sequence
 number, whatever order `send` and `receive` are awaited in.
 """
 
@@ -25,6 +25,7 @@ from rrfp_async.ids import Link, TensorSpec
 
 _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED_TAG = 77
+_IDLE_JOIN_S = 0.02
 _JOIN_S = 0.5
 
 PACKED_MOST_BYTES = 65_536
@@ -81,26 +82,34 @@ class _End:
 
     def _post(self, start: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> None:
         """Post and wait, on the link's thread. Tensors without elements travel by their spec."""
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if self._stream is None:
+            for tensor in filled:
+                start([tensor], self._peer, 0).wait(_FOREVER)
+            return
         with torch.cuda.stream(self._stream):
-            for tensor in tensors:
-                if tensor.numel():
-                    start([tensor], self._peer, 0).wait(_FOREVER)
-        if self._stream is not None:
-            self._stream.synchronize()
+            for tensor in filled:
+                start([tensor], self._peer, 0).wait()  # the stream's wait, not the thread's
+            done: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # torch's
+            done.record(self._stream)
+        done.synchronize()
 
     def close(self) -> None:
         """End the thread; one that waits for a peer is freed first."""
         self._thread.close()
-        if self._thread.running and self._stream is None:
+        if not self._thread.join(_IDLE_JOIN_S):
             self._cut_off()
-        self._thread.join(_JOIN_S)
+            self._thread.join(_JOIN_S)
 
     def _cut_off(self) -> None:
-        """Make gloo give the link up, which ends every wait on it.
+        """Make the process group give the link up, which ends every wait on it.
 
         gloo has no abort; but a wait that times out closes its pair for good, whatever it was for.
         """
         with suppress(RuntimeError):
+            if self._stream is not None:
+                self._group.abort()
+                return
             self._group.recv([torch.zeros(1)], self._peer, _UNUSED_TAG).wait(_AT_ONCE)
 
 

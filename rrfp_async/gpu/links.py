@@ -27,6 +27,9 @@ class Communicator(Protocol):
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         """Start a send to member `peer`; returns torch's `Work`."""
 
+    def abort(self) -> None:
+        """Give up what is open, on a group that can."""
+
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         """Start a receive from member `peer`; returns torch's `Work`."""
 

@@ -15,6 +15,8 @@ from rrfp_async.errors import TransferError
 from rrfp_async.gpu.transfer import Transfer, TransferStatistics, spec_of
 from rrfp_async.ids import Link, TensorSpec
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(slots=True)
 class _Meeting:
@@ -32,9 +34,9 @@ class LoopbackFabric:
     def __init__(self) -> None:
         self._meetings: dict[tuple[Link, int], _Meeting] = {}
 
-    def open(self) -> "LoopbackTransfer":
-        """A rank's end."""
-        return LoopbackTransfer(self)
+    def open(self, device: torch.device = _CPU) -> "LoopbackTransfer":
+        """The end of a rank whose tensors live on `device`."""
+        return LoopbackTransfer(self, device)
 
     def meet(self, link: Link, sequence: int) -> _Meeting:
         """The meeting of one transfer, made by the end that comes first."""
@@ -53,8 +55,9 @@ class LoopbackFabric:
 class LoopbackTransfer(Transfer):
     """One rank's end of a `LoopbackFabric`."""
 
-    def __init__(self, fabric: LoopbackFabric) -> None:
+    def __init__(self, fabric: LoopbackFabric, device: torch.device) -> None:
         self._fabric = fabric
+        self._device = device
         self._open_sends = 0
         self._open_receives = 0
         self._completed = 0
@@ -88,7 +91,7 @@ class LoopbackTransfer(Transfer):
             _check(link, sequence, tensors, specs)
             meeting.taken.set()
             self._completed += 1
-            return tensors
+            return [tensor.data.to(self._device) for tensor in tensors]  # with counters of its own
         finally:
             self._open_receives -= 1
             if not meeting.taken.is_set():

@@ -1,4 +1,4 @@
-"""Tensor transfers as awaitables. Twins: `loopback` (one process); process groups come with them.
+"""Tensor transfers as awaitables. Twins: `loopback` (one process), `group_transfer` (gloo, NCCL).
 
 Sends are rendezvous: they end when the receiver has the tensors. The receiver is told first, by a
 header on the bus, what comes; a transfer knows only links, numbers and specs.

@@ -1,6 +1,6 @@
 """What a step is asked to be, and what it came to, on one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,17 @@ from rrfp_async.tasks.batch import Batch
 
 @dataclass(frozen=True, slots=True)
 class StepRequest:
-    """What the Runtime asks for: a step's mode and this rank's part of the batch."""
+    """What the Runtime asks for.
+
+    Attributes:
+        training: The step's mode.
+        zero_gradients: Whether the first accumulation starts from nothing.
+        batch: Gets this rank's part of the batch; may wait for data.
+    """
 
     training: bool
     zero_gradients: bool
-    batch: Batch
+    batch: Callable[[], Awaitable[Batch]]
 
 
 @dataclass(frozen=True, slots=True)

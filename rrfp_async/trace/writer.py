@@ -5,7 +5,9 @@ A disk that fails or cannot keep up never stops training: records are lost, coun
 of once. The writer does not know what the records mean.
 """
 
+import io
 import queue
+import sys
 import threading
 import warnings
 from abc import ABC, abstractmethod
@@ -17,6 +19,9 @@ from typing import Self, TextIO
 import structlog
 
 from rrfp_async.trace.records import DispatchRecord
+
+if sys.platform != "win32":
+    import fcntl
 
 _QUEUE_MOST = 100_000
 _CLOSE_TIMEOUT_S = 10.0
@@ -60,11 +65,13 @@ class JsonlTrace(Trace):
 
     Raises:
         OSError: If the file cannot be opened. Later faults of the disk only lose records.
+        ValueError: If another trace is writing it.
     """
 
     def __init__(self, folder: str | Path, rank: int) -> None:
         path = Path(folder) / f"rank{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._claimed = _claim(path)
         self._file: TextIO = path.open("w", encoding="utf-8")
         self._queue: queue.Queue[DispatchRecord | None] = queue.Queue(_QUEUE_MOST)
         self._lost = 0
@@ -123,6 +130,21 @@ class JsonlTrace(Trace):
             self._file.close()
         except OSError:
             self._lost += 1
+        self._claimed.close()
+
+
+def _claim(path: Path) -> io.FileIO:
+    """Hold the file for one trace; the claim ends when the returned file is closed."""
+    claimed = io.FileIO(path, "a")
+    if sys.platform != "win32":  # there, two traces on one file are the user's affair
+        try:
+            fcntl.flock(claimed, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            claimed.close()
+            raise ValueError(
+                f"{path} is being written by another Runtime: give each a trace_dir of its own"
+            ) from error
+    return claimed
 
 
 def open_trace(folder: str | Path | None, rank: int) -> Trace:

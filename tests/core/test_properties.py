@@ -4,7 +4,7 @@ Each property runs two steps on the same objects and lets a `Ledger` judge every
 runs once, what it depends on came before it, D stays within the limit and is counted rightly, a
 rank never idles while something may run, a decision passes over only what could not run, and no
 step gets stuck. A failure prints its `Case`; `run(Case(...))` replays it.
-RRFP_HYPOTHESIS_PROFILE=all searches ten times as far.
+RRFP_HYPOTHESIS_PROFILE=all searches five times as far.
 """
 
 from hypothesis import given, note

@@ -95,7 +95,7 @@ async def test_a_rank_that_leaves_fails_the_next_step_of_the_others(leaver: int)
     errors = await run_steps(*map(calls, range(3)))
     assert errors.pop(leaver) is None
     assert {(type(e), e.rank, e.step) for e in errors} == {(r.StepFailed, leaver, 1)}
-    assert all("closed its Runtime after 1 steps" in error.cause for error in errors)
+    assert all("closed its Runtime with 1 steps done" in error.cause for error in errors)
 
 
 async def test_a_rank_that_never_steps_but_leaves_fails_the_others() -> None:

@@ -166,5 +166,5 @@ async def test_two_sources_with_other_counts_are_refused() -> None:
 
     errors = await each_rank(3, main, topology=topology)
     assert isinstance(errors[1], ValueError)
-    assert "given 3 microbatches, rank 0 4" in str(errors[1])
+    assert "given microbatches of [2, 2, 2] samples, rank 0 of [2, 2, 2, 2]" in str(errors[1])
     assert {error.rank for error in (errors[0], errors[2])} == {1}

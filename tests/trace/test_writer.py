@@ -219,3 +219,10 @@ def test_no_folder_is_no_trace(tmp_path: Path) -> None:
     with open_trace(tmp_path, 7) as trace:
         trace.dispatch(record())
     assert len(lines_of(tmp_path, 7)) == 1
+
+
+def test_two_traces_of_one_file_are_refused(tmp_path: Path) -> None:
+    """A second Runtime with the same folder and rank would write over the first one's log."""
+    with JsonlTrace(tmp_path, 0), pytest.raises(ValueError, match=r"rank0.jsonl.*of its own"):
+        JsonlTrace(tmp_path, 0)
+    JsonlTrace(tmp_path, 0).close()
