@@ -6,8 +6,8 @@
 
 `choose`: Arbiter.choose + commit with 8, 64 and 1,024 ready tasks. `path`: on rank 1 of two ranks,
 whose device is idle, (header received -> receive posted) + (tensor complete ->
-task started), as probes around the world's bus, transfer and device see it; for a tensor that
-comes with its header, header received -> task started. All in microseconds.
+task started), as probes around the world's bus, transfer and device see it; between processes the
+receive is clocked on the link's own thread, so that the hand-offs to it count. In microseconds.
 """
 
 import argparse
@@ -36,6 +36,8 @@ from rrfp_async.bus.base import Bus, BusStatistics
 from rrfp_async.bus.messages import Header, Message
 from rrfp_async.gpu.completion import Computed, T
 from rrfp_async.gpu.device import Device
+from rrfp_async.gpu.group_transfer import GroupTransfer
+from rrfp_async.gpu.links import Communicator
 from rrfp_async.gpu.transfer import Transfer, TransferStatistics
 from rrfp_async.hints import HINTS, make_hint
 from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
@@ -44,8 +46,8 @@ from rrfp_async.topology import Topology
 from rrfp_async.world import Wires, World
 
 READY = (8, 64, 1024)
-WIDTHS = {"transfer": 32_768, "header": 256}
-"""Elements of a microbatch: enough to be transferred, and few enough to come with the header."""
+WIDTH = 32_768
+"""Elements of a microbatch: 128 KiB, which is transferred and never comes with its header."""
 DISPATCHES = 2000
 
 
@@ -81,12 +83,10 @@ class Clockings:
     started: dict[int, float] = field(default_factory=dict)
 
     def paths_us(self) -> list[float]:
-        """The two spans of each microbatch, summed; one span where tensors come with the header."""
+        """The two spans of each microbatch, summed."""
         return [
-            1e6 * (self.started[j] - header - (self.complete[j] - self.posted[j]))
-            if j in self.posted
-            else 1e6 * (self.started[j] - header)
-            for j, header in self.header.items()
+            1e6 * (self.posted[j] - self.header[j] + self.started[j] - self.complete[j])
+            for j in self.header
         ]
 
 
@@ -144,6 +144,37 @@ class ProbeTransfer(Transfer):
         return self._inner.statistics()
 
 
+class ProbeCommunicator:
+    """Notes, on a link's own thread, when a receive is really posted and complete.
+
+    Later than `ProbeTransfer` posts, earlier than it completes: what lies between are hand-offs
+    to that thread and back, which belong to the path.
+    """
+
+    def __init__(self, inner: Communicator, times: Clockings, microbatches: int) -> None:
+        self._inner = inner
+        self._times = times
+        self._microbatches = microbatches
+        self._received = 0
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+        return self._inner.send(tensors, peer, tag)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> "ProbeCommunicator":
+        self._work = self._inner.recv(tensors, peer, tag)
+        self._times.posted[self._received % self._microbatches] = time.perf_counter()
+        return self
+
+    def wait(self, timeout: Any) -> None:
+        """Wait as the receive that was started last would."""
+        self._work.wait(timeout)
+        self._times.complete[self._received % self._microbatches] = time.perf_counter()
+        self._received += 1
+
+    def abort(self) -> None:
+        self._inner.abort()
+
+
 class ProbeDevice(Device):
     """Notes when forwards start."""
 
@@ -173,8 +204,13 @@ def probed(world: World, times: Clockings, microbatches: int) -> World:
     @asynccontextmanager
     async def connect(config: rrfp_async.Config) -> AsyncIterator[Wires]:
         async with world.connect(config) as wires:
-            bus, transfer = ProbeBus(wires.bus, times), wires.transfer
-            yield Wires(bus, ProbeTransfer(transfer, times, microbatches))
+            transfer = wires.transfer
+            if isinstance(transfer, GroupTransfer):
+                for end in transfer._ends.values():
+                    end._group = ProbeCommunicator(end._group, times, microbatches)
+            else:
+                transfer = ProbeTransfer(transfer, times, microbatches)
+            yield Wires(ProbeBus(wires.bus, times), transfer)
 
     return replace(world, connect=connect, device=ProbeDevice(world.device, times))
 
@@ -187,12 +223,12 @@ class Slow(torch.nn.Module):
         return x * 1.0
 
 
-async def clock_rank(world: World, microbatches: int, steps: int, width: int) -> list[float]:
+async def clock_rank(world: World, microbatches: int, steps: int) -> list[float]:
     """Evaluate as one of two ranks; rank 1 returns its arrivals' microseconds.
 
     The first step is left out.
     """
-    batch = torch.zeros(microbatches, width)
+    batch = torch.zeros(microbatches, WIDTH)
     times, samples = Clockings(), []
     if world.rank == 1:
         world = probed(world, times, microbatches)
@@ -208,21 +244,18 @@ async def clock_rank(world: World, microbatches: int, steps: int, width: int) ->
 
 async def paths_us(microbatches: int = 64, steps: int = 20) -> list[float]:
     """The path's microseconds for every arrival on rank 1, both ranks in this process."""
-    by_rank = await rrfp_async.run_local(
-        2, lambda world: clock_rank(world, microbatches, steps, WIDTHS["transfer"])
-    )
+    by_rank = await rrfp_async.run_local(2, lambda world: clock_rank(world, microbatches, steps))
     return by_rank[1]
 
 
-def process_paths_us(microbatches: int = 64, steps: int = 20) -> dict[str, list[float]]:
-    """As one of two processes of torchrun; both get rank 1's samples, for each width."""
+def process_paths_us(microbatches: int = 64, steps: int = 20) -> list[float]:
+    """As `paths_us`, as one of two processes of torchrun; both get rank 1's samples."""
     world = rrfp_async.torchrun_world()
-    for name, width in WIDTHS.items():
-        samples = rrfp_async.run(clock_rank(world, microbatches, steps, width))
-        if world.rank == 1:
-            world.store.set(f"paths/{name}", json.dumps(samples))
+    samples = rrfp_async.run(clock_rank(world, microbatches, steps))
     world.close()
-    return {name: json.loads(world.store.get(f"paths/{name}")) for name in WIDTHS}
+    if world.rank == 1:
+        world.store.set("paths_us", json.dumps(samples))
+    return json.loads(world.store.get("paths_us"))
 
 
 def spread(samples: list[float]) -> dict[str, float]:
@@ -240,11 +273,11 @@ def under_torchrun() -> bool:
 def measure() -> dict[str, Any]:
     """Every number of this benchmark."""
     torch.set_num_threads(1)
-    paths = process_paths_us() if under_torchrun() else {"transfer": rrfp_async.run(paths_us)}
+    samples = process_paths_us() if under_torchrun() else rrfp_async.run(paths_us)
     talks = os.environ.get("RANK", "0") == "0"
     return {
         "choose_us": {h: {str(r): choose_us(h, r) for r in READY} for h in HINTS if talks},
-        "path_us": {name: spread(samples) for name, samples in paths.items()},
+        "path_us": spread(samples),
         "between": "processes" if under_torchrun() else "ranks of one process",
         "date": date.today().isoformat(),
         "python": platform.python_version(),
@@ -261,10 +294,9 @@ def show(result: dict[str, Any]) -> None:
         table.add_row(hint, *cells, f"{row['1024'] / row['8']:.2f}")
     console.print(table)
     title = f"arrival to running task between {result['between']}, µs"
-    table = Table("tensor", "median", "p99", "samples", title=title, min_width=len(title))
-    for name, row in result["path_us"].items():
-        told = {"transfer": "transferred, 128 KiB", "header": "with its header, 1 KiB"}[name]
-        table.add_row(told, f"{row['median']:.0f}", f"{row['p99']:.0f}", str(row["samples"]))
+    table = Table("median", "p99", "samples", title=title, min_width=len(title))
+    path = result["path_us"]
+    table.add_row(f"{path['median']:.0f}", f"{path['p99']:.0f}", str(path["samples"]))
     console.print(table)
 
 
