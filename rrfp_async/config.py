@@ -26,7 +26,8 @@ class Config:
         return_outputs: Keep every microbatch's output of the last stage for the step's result.
             Evaluation always does. False saves their memory in training.
         peer_timeout_s: Seconds that a peer may take to come up, or be silent, before it is lost.
-        stall_timeout_s: Seconds without any progress on any rank after which a step fails.
+        stall_timeout_s: Seconds without any progress on any rank after which a step fails; waiting
+            for `data=` is part of the step.
         port: First TCP port for control messages between processes; rank r of a host binds
             port + r. 0 takes any free one.
         trace_dir: Folder for the dispatch log `rank{r}.jsonl`, or None for no log.

@@ -42,7 +42,8 @@ class Bus(ABC):
 
         Raises:
             ValueError: If there is no rank `target`.
-            BusError: If this end is closed, or the target's bounded mailbox is full.
+            BusError: If this end is closed. Queues are bounded: what passes a bound is an error,
+                here, or where the sender cannot see it, as the loss of that peer.
         """
 
     @abstractmethod

@@ -51,20 +51,8 @@ async def zeromq(n: int, *, mailbox_most: int = 65_536) -> AsyncIterator[Buses]:
 
 TWINS: dict[str, OpenBuses] = {"inproc": inproc, "zeromq": zeromq}
 
-DIFFERENT = {
-    "test_a_hostile_frame_is_dropped_and_the_reader_lives[zeromq-oversized]": (
-        "libzmq ends the connection: see test_zeromq_strangers.py"
-    ),
-    "test_a_full_mailbox_is_the_sender_s_error[zeromq]": (
-        "a socket's sender learns later, by PeerLost: see test_zeromq_ends.py"
-    ),
-    "test_a_refused_send_leaves_no_gap[zeromq]": "a socket that refuses is given up",
-}
-
 
 @pytest.fixture(params=list(TWINS))
 def open_buses(request: pytest.FixtureRequest) -> OpenBuses:
     """How to open the ends of `n` ranks: as an async context, by `open_buses(n)`."""
-    if reason := DIFFERENT.get(request.node.name):
-        pytest.skip(reason)
     return TWINS[request.param]
