@@ -5,6 +5,7 @@ The search is `sample` by default, `all` for RRFP_HYPOTHESIS_PROFILE=all.
 
 import asyncio
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,10 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("all", settings.get_profile("sample"), max_examples=1250)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts us in the background ignores Ctrl-C for us and for what tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 PROFILE = os.environ.get("RRFP_HYPOTHESIS_PROFILE", "sample")
 settings.load_profile(PROFILE)
 
