@@ -159,5 +159,5 @@ def test_cancelling_the_step_of_one_rank_ends_it_on_all_within_two_seconds(
         if other != rank:
             assert failure["type"] == "StepFailed"
             assert failure["failed"]["rank"] == rank
-            assert "CancelledError" in failure["message"]
+            assert "the step was cancelled there" in failure["message"]
     job.wait()
