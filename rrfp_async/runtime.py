@@ -4,7 +4,6 @@ Checks arguments before anything starts, turns a batch into a request for the di
 steps the optimizer. It does not know in which order tasks run or how anything travels.
 """
 
-import asyncio
 import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Self
 import torch
 
 from rrfp_async.bus.base import Bus
+from rrfp_async.closing import surely
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
 from rrfp_async.errors import DataExhausted, StateError
@@ -146,7 +146,7 @@ class Runtime:
         self._resources.callback(self._session.say_farewell)
         trace = open_trace(self._config.trace_dir, self._world.rank)
         if self._config.trace_dir is not None:
-            self._resources.push_async_callback(asyncio.to_thread, trace.close)
+            self._resources.push_async_callback(surely, trace.close)
         self._dispatcher = Dispatcher(
             world=self._world,
             wires=wires,

@@ -4,7 +4,6 @@ Reads torchrun's environment, and asks the machine which of its addresses leads 
 Opening a Runtime on it waits for every other rank, at most `config.peer_timeout_s`.
 """
 
-import asyncio
 import os
 import socket
 import time
@@ -21,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from rrfp_async.bus.directory import Directory
 from rrfp_async.bus.zeromq import Place, ZeroMqOpening
+from rrfp_async.closing import surely
 from rrfp_async.config import Config
 from rrfp_async.gpu.completion import WaitingThread
 from rrfp_async.gpu.device import make_device
@@ -191,7 +191,7 @@ class _Wiring:
         transfer = GroupTransfer(
             groups, rank=launch.rank, device=self._device, clock=time.perf_counter
         )
-        resources.push_async_callback(asyncio.to_thread, transfer.close)
+        resources.push_async_callback(surely, transfer.close)
         return Wires(bus, transfer)
 
     async def _connect_links(self, store: Any, timeout_s: float) -> dict[Link, Communicator]:

@@ -26,6 +26,7 @@ from rrfp_async.bus.codec import FRAME_MOST_BYTES
 from rrfp_async.bus.directory import Directory
 from rrfp_async.bus.messages import Message, PeerLost
 from rrfp_async.bus.security import Gate, KeyPair, PeerKeys
+from rrfp_async.closing import surely
 from rrfp_async.errors import BusError
 
 _log = structlog.get_logger()
@@ -353,6 +354,8 @@ class ZeroMqBus(Bus):
 
     async def wait_closed(self) -> None:
         """Wait until what was queued has left or the linger time is over."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0)  # the stopped authenticator must be done before its context ends
-        await asyncio.to_thread(self._context.term)
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # the stopped authenticator must be done before its context ends
+        finally:
+            await surely(self._context.term)
