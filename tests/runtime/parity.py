@@ -14,7 +14,7 @@ import rrfp_async as r
 from tests.runtime.reference import Case, Outcome, Step, gradients_of, run_reference
 
 SEEDS = range(20)
-SEND_MOST_S = 0.002
+SEND_MOST_S = 0.004
 TASK_MOST_S = 0.001
 
 Wrap = Callable[[r.World], r.World]
