@@ -39,8 +39,9 @@ from rrfp_async.gpu.device import Device
 from rrfp_async.gpu.group_transfer import GroupTransfer
 from rrfp_async.gpu.links import Communicator
 from rrfp_async.gpu.transfer import Transfer, TransferStatistics
-from rrfp_async.hints import HINTS, make_hint
+from rrfp_async.hints import HINTS, Execution, make_order, resolve_hint
 from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
+from rrfp_async.limits import FixedLimit
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.topology import Topology
 from rrfp_async.world import Wires, World
@@ -54,11 +55,12 @@ DISPATCHES = 2000
 def choose_us(hint: str, ready: int) -> float:
     """Median microseconds of choose + commit with `ready` ready tasks."""
     microbatches = ready + DISPATCHES
-    ready_set = ReadySet(Topology(4), 0, deterministic=True)
-    backpressure = Backpressure(microbatches + 1)
-    arbiter = Arbiter(make_hint(hint), backpressure)
+    topology = Topology(4)
+    ready_set = ReadySet(topology, 0, deterministic=True)
+    backpressure = Backpressure(FixedLimit(microbatches + 1))
+    ranking = Execution(binding=False, deterministic=True)
+    arbiter = Arbiter(make_order(resolve_hint(hint), topology, 0, ranking), backpressure)
     tasks = ready_set.begin_step(microbatches, backward=True)
-    backpressure.begin_step(microbatches, backward=True)
     arbiter.begin_step(tasks)
     forwards = [task for task in tasks if task.kind is TaskKind.F]
     arbiter.add(forwards[:ready])

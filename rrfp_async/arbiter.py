@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.errors import ProtocolError
 from rrfp_async.hints import HintOrder
-from rrfp_async.ids import TaskId
+from rrfp_async.ids import TaskId, TaskKind
 
 PASSED_OVER_MOST = 8
 """How many passed-over tasks a decision lists at most."""
@@ -22,6 +22,7 @@ class Reason(enum.Enum):
 
     FIRST = "first in the hint order"
     READY_FIRST = "higher-ranked tasks were not ready or not admissible"
+    FIXED_ORDER = "the fixed order's next task is not ready"
     BACKPRESSURE = "every ready task is a forward held back by the limit"
     NOTHING_READY = "no task is ready"
 
@@ -55,8 +56,17 @@ class Arbiter:
         self._ready: set[TaskId] = set()
 
     def begin_step(self, tasks: Sequence[TaskId]) -> None:
-        """Start a step whose tasks on this rank are `tasks`; none of them is ready yet."""
+        """Start a step whose tasks on this rank are `tasks`; none of them is ready yet.
+
+        Raises:
+            ValueError: If the hint or the limit does not fit the step.
+        """
         self._hint.begin_step(tasks)
+        self._backpressure.begin_step(
+            1 + max((task.microbatch for task in tasks), default=-1),
+            backward=any(task.kind is not TaskKind.F for task in tasks),
+            fixed_peak=self._hint.fixed_peak,
+        )
         self._coming = set(tasks)
         self._ready.clear()
 
@@ -86,7 +96,9 @@ class Arbiter:
         task = self._hint.peek(self._backpressure.admissible())
         passed_over = tuple(self._hint.ahead_of(task, PASSED_OVER_MOST))
         if task is None:
-            return Decision(None, None, ready, passed_over, Reason.BACKPRESSURE)
+            fixed = self._hint.fixed_peak is not None
+            reason = Reason.FIXED_ORDER if fixed else Reason.BACKPRESSURE
+            return Decision(None, None, ready, passed_over, reason)
         reason = Reason.READY_FIRST if passed_over else Reason.FIRST
         return Decision(task, self._hint.position(task), ready, passed_over, reason)
 

@@ -8,6 +8,8 @@ them, the oldest microbatch can always reach the end of the pipeline and free it
 whatever order the others came in. Without them a single stage with limit 1 that takes F1 first
 can never accumulate microbatch 0 in order.
 
+An order that is executed as it stands keeps no places back: its own peak is its bound.
+
 A forward-only step retains nothing: there a forward is admissible while fewer than the bound of
 this rank's sends are open.
 
@@ -17,6 +19,7 @@ This file knows counts. It does not know which tasks are ready or what an activa
 from rrfp_async.errors import ProtocolError
 from rrfp_async.hints import Admissible
 from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.limits import Limit
 
 _EVERY_FORWARD = Admissible(any_forward=True)
 _NO_FORWARD = Admissible(any_forward=False)
@@ -26,19 +29,33 @@ class Backpressure:
     """The admission rule of one rank. Tell it what happens, ask it what is admissible.
 
     Attributes:
-        bound: D never exceeds this.
+        bound: D never exceeds this. May rise within a step.
         in_flight: D.
         peak: The largest D of this step.
         open_sends: Activations of this rank that no receiver has taken yet.
     """
 
-    def __init__(self, limit: int, *, chunks: int = 1) -> None:
+    def __init__(self, limit: Limit, *, chunks: int = 1) -> None:
+        self._limit = limit
         self._chunks = chunks
-        self.bound = limit if chunks == 1 else limit + chunks
         self.begin_step(0, backward=True)
 
-    def begin_step(self, microbatches: int, *, backward: bool) -> None:
-        """Start counting a step; `backward` tells whether it retains activations."""
+    def begin_step(
+        self, microbatches: int, *, backward: bool, fixed_peak: int | None = None
+    ) -> None:
+        """Start counting a step.
+
+        Args:
+            microbatches: How many the step has.
+            backward: Whether it retains activations.
+            fixed_peak: The peak of an order that is executed as it stands, else None.
+
+        Raises:
+            ValueError: If an explicit limit is below that peak.
+        """
+        self._limit.begin_step()
+        self._kept = self._chunks if fixed_peak is None else 0
+        self.bound = self._bound() if fixed_peak is None else self._limit.for_peak(fixed_peak)
         self._undecided = [self._chunks] * microbatches
         self._oldest = 0
         self._backward = backward
@@ -46,11 +63,19 @@ class Backpressure:
         self.peak = 0
         self.open_sends = 0
 
+    def measured(self, *, task_s: float = 0.0, transfer_s: float = 0.0) -> None:
+        """Note how long a task or a transfer took: the limit may rise with it, never fall."""
+        if self._kept and self._limit.measured(task_s=task_s, transfer_s=transfer_s):
+            self.bound = max(self.bound, self._bound())
+
+    def _bound(self) -> int:
+        return self._limit.value + (0 if self._chunks == 1 else self._chunks)
+
     def admissible(self) -> Admissible:
         """Which forwards may be dispatched now."""
         if not self._backward:
             return _EVERY_FORWARD if self.open_sends < self.bound else _NO_FORWARD
-        if self.in_flight < self.bound - self._chunks:
+        if self.in_flight < self.bound - self._kept:
             return _EVERY_FORWARD
         if self.in_flight < self.bound:
             return Admissible(any_forward=False, forward_microbatch=self._oldest)

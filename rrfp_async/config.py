@@ -3,10 +3,13 @@
 Only plain values. Nothing is looked up in the environment and no default depends on the machine.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
-from rrfp_async.hints import HintOrder, hint_name, make_hint
+from rrfp_async.hints import Execution, HintOrder, Schedule, resolve_hint
+from rrfp_async.limits import FixedLimit
+from rrfp_async.topology import Topology
 
 _PORT_MOST = 65_535
 
@@ -18,9 +21,14 @@ class Config:
     Attributes:
         microbatches: Parts that a whole batch is split into. A step given as `Microbatches` has
             as many as are given.
-        hint: The name of a hint order (see `rrfp_async.hints.HINTS`) or a `HintOrder`.
-        limit: Forwards in flight per rank (PAPER's buffer limit; 32 is its default). Below the
-            number of stages it costs speed, above it costs memory.
+        hint: A hint's name (`python -m rrfp_async hints` lists them), `"csv:FILE"`,
+            `"replay:DIR"`, a `HintOrder`, a `Schedule`, or a schedule object of
+            torch.distributed.pipelining.
+        binding: Whether a listed hint is executed as it stands, ready tasks or not: the fixed-order
+            baseline. By default only a replay is.
+        limit: Forwards in flight per rank, or `"auto"`: from depth, position and measured
+            transfer times (docs/backpressure.md). Below the number of stages it costs speed,
+            above it costs memory.
         deterministic: Accumulate gradients in microbatch order, whatever the dispatch order was.
             False frees that order, and with it the last bits of a sum.
         return_outputs: Keep every microbatch's output of the last stage for the step's result.
@@ -37,33 +45,76 @@ class Config:
     """
 
     microbatches: int
-    hint: str | HintOrder = "bf"
-    limit: int = 32
+    hint: Any = "bf"
+    binding: bool | None = None
+    limit: int | Literal["auto"] = "auto"
     deterministic: bool = True
     return_outputs: bool = True
     peer_timeout_s: float = 30.0
     stall_timeout_s: float = 120.0
     port: int = 0
     trace_dir: str | Path | None = None
+    order: HintOrder | Schedule = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _require_count("microbatches", self.microbatches)
-        _require_count("limit", self.limit)
+        if self.limit != "auto":
+            _require_count("limit", self.limit, " or 'auto'")
         for name in ("deterministic", "return_outputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.binding is not None and not isinstance(self.binding, bool):
+            raise ValueError(f"binding={self.binding!r} must be True, False or None")
         for name in ("peer_timeout_s", "stall_timeout_s"):
             _require_seconds(name, getattr(self, name))
         if type(self.port) is not int or not 0 <= self.port <= _PORT_MOST:
             raise ValueError(f"port={self.port!r} must be an int of 0 to {_PORT_MOST}: 0 is any")
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | Path):
             raise ValueError(f"trace_dir={self.trace_dir!r} must be a path or None")
-        make_hint(self.hint)
+        object.__setattr__(self, "order", resolve_hint(self.hint))
+        if self.binding and not isinstance(self.order, Schedule):
+            raise ValueError(
+                f"binding=True executes a list as it stands, but hint {self.hint_name!r} is a "
+                f"rule: use gpipe, 1f1b, csv:FILE, replay:DIR or a schedule object, or leave "
+                f"binding out"
+            )
+
+    @property
+    def hint_name(self) -> str:
+        """What the hint is called in messages, and by what ranks compare theirs."""
+        given = isinstance(self.hint, str) and ":" not in self.hint
+        return self.hint if given else self.order.name
+
+    @property
+    def execution(self) -> Execution:
+        """How a listed hint is used."""
+        binds = isinstance(self.order, Schedule) and self.order.binds
+        return Execution(
+            binding=binds if self.binding is None else self.binding,
+            deterministic=self.deterministic,
+        )
+
+    def check_order(self, topology: Topology) -> None:
+        """Check a listed hint against the pipeline, before anything starts.
+
+        Raises:
+            ValueError: If a list breaks a rule, or `limit` is below the peak of one that is
+                executed as it stands; the first fault names row, task and rule.
+        """
+        if not isinstance(self.order, Schedule):
+            return
+        execution = self.execution
+        for step, microbatches, training in self.order.known_steps(self.microbatches):
+            rules = execution.rules(self.order, training=training)
+            plan = self.order.plan(topology, microbatches, step, rules)
+            if execution.binding and training and self.limit != "auto":
+                FixedLimit(self.limit).for_peak(max(plan.peaks))
 
     def agreed(self) -> tuple[tuple[str, str], ...]:
         """The settings that must be equal on every rank, as (name, value) words."""
         return (
-            ("hint", hint_name(self.hint)),
+            ("hint", self.hint_name),
+            ("binding", str(self.execution.binding)),
             ("limit", str(self.limit)),
             ("microbatches", str(self.microbatches)),
             ("deterministic", str(self.deterministic)),
@@ -78,6 +129,8 @@ def _require_seconds(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a number of seconds above 0: give {name}=30.0")
 
 
-def _require_count(name: str, value: object) -> None:
+def _require_count(name: str, value: object, or_else: str = "") -> None:
     if type(value) is not int or value < 1:
-        raise ValueError(f"{name}={value!r} must be an int of at least 1: give {name}=1 or more")
+        raise ValueError(
+            f"{name}={value!r} must be an int of at least 1{or_else}: give {name}=1 or more"
+        )

@@ -10,11 +10,11 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from rrfp_async.accounts import Accounts
 from rrfp_async.arbiter import Arbiter, Decision
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header, Message
@@ -22,8 +22,9 @@ from rrfp_async.config import Config
 from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, TransferError
 from rrfp_async.gpu.device import adopt_num_threads
 from rrfp_async.gpu.transfer import unpacked
-from rrfp_async.hints import make_hint
+from rrfp_async.hints import make_order
 from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
+from rrfp_async.limits import make_limit
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
@@ -36,15 +37,7 @@ from rrfp_async.trace.writer import Trace
 from rrfp_async.world import Wires, World
 
 _HELD_MOST = 65_536
-_PROGRESS_EVERY_S = 5.0
 _EXPLAIN_S = 2.0
-
-
-@dataclass(slots=True)
-class _Times:
-    compute_s: float = 0.0
-    blocking_s: float = 0.0
-    coordination_s: float = 0.0
 
 
 class Dispatcher:
@@ -70,16 +63,16 @@ class Dispatcher:
         self._session = session
         self._context = TaskContext(stages, world.device, wires.transfer.export)
         self._ready_set = ReadySet(topology, world.rank, deterministic=config.deterministic)
-        self._backpressure = Backpressure(config.limit, chunks=topology.chunks)
-        self._arbiter = Arbiter(make_hint(config.hint), self._backpressure)
+        limit = make_limit(config.limit, topology, world.rank)
+        self._backpressure = Backpressure(limit, chunks=topology.chunks)
+        order = make_order(config.order, topology, world.rank, config.execution)
+        self._arbiter = Arbiter(order, self._backpressure)
         self._sequences: Counter[Link] = Counter()
         self._held: deque[tuple[int, Header]] = deque()
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
         self._wake = asyncio.Event()
-        self._times = _Times()
+        self._accounts = Accounts(world.clock)
         self._training = False
-        self._free_since_s = 0.0
-        self._unfinished = 0  # tasks launched and not known to be done
         self._first_failure: Exception | None = None
         self._ending = False
         self._journal = Journal(world.clock)
@@ -92,11 +85,10 @@ class Dispatcher:
             ValueError: If this rank's batch does not fit the step.
             StepFailed: If anything else ends the step, here or elsewhere.
         """
-        self._times = _Times()
+        self._accounts.begin_step()
         self._journal.begin_step()
         self._first_failure = None
         self._ending = False
-        self._unfinished = 0
         self._session.open_step(training=request.training)
         try:
             async with asyncio.TaskGroup() as group:
@@ -134,7 +126,7 @@ class Dispatcher:
     # -- the course of a step ------------------------------------------------------------------
 
     async def _run(self, request: StepRequest) -> StepReport:
-        clock, times = self._world.clock, self._times
+        clock, accounts = self._world.clock, self._accounts
         begun, number = clock(), self._session.steps_done
         with self._part_of_step():
             batch = await request.batch()
@@ -144,7 +136,7 @@ class Dispatcher:
             self._check_sizes(own_sizes, sizes)
             self._world.device.follow_caller()
             await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
-        times.coordination_s += clock() - begun
+        accounts.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
             with self._part_of_step():
                 self._begin(request, batch, arguments, sizes)
@@ -153,9 +145,9 @@ class Dispatcher:
         with self._part_of_step():
             losses = await self._losses()
             loss = await self._session.end(weighted(losses, sizes))
-        self._count_blocking(drained)
+        accounts.blocked_since(drained)
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
-        spent = (times.compute_s, times.blocking_s, times.coordination_s)
+        spent = (accounts.compute_s, accounts.blocking_s, accounts.coordination_s)
         return StepReport(number, loss, losses, outputs, *spent, self._backpressure.peak)
 
     def _check_sizes(self, own: tuple[int, ...] | None, sizes: tuple[int, ...]) -> None:
@@ -177,7 +169,6 @@ class Dispatcher:
         for stage in self._stages.values():
             stage.begin_step(self._stage_inputs(stage, request, batch, arguments, sizes))
         tasks = self._ready_set.begin_step(len(sizes), backward=request.training)
-        self._backpressure.begin_step(len(sizes), backward=request.training)
         self._arbiter.begin_step(tasks)
         self._arbiter.add(self._ready_set.ready_now())
         held, self._held = self._held, deque()
@@ -207,6 +198,8 @@ class Dispatcher:
         clock = self._world.clock
         idle_since = clock()
         while self._ready_set.remaining:
+            if self._world.settle is not None:
+                await self._world.settle()
             decision = self._arbiter.choose()
             if decision.task is None:
                 await self._wait_for_an_event()
@@ -217,17 +210,10 @@ class Dispatcher:
             idle_since = clock()
 
     async def _wait_for_an_event(self) -> None:
-        clock = self._world.clock
-        since = clock()
+        since = self._world.clock()
         self._wake.clear()
         await self._wake.wait()
-        self._count_blocking(since)
-
-    def _count_blocking(self, since_s: float) -> None:
-        """Count the time since then as blocking, as far as the device had nothing to do."""
-        if not self._unfinished:
-            idle_since_s = max(since_s, self._free_since_s)
-            self._times.blocking_s += max(0.0, self._world.clock() - idle_since_s)
+        self._accounts.blocked_since(since)
 
     def _record(self, decision: Decision, waited_s: float) -> None:
         record = DispatchRecord(self._session.steps_done, self._world.rank, decision, waited_s)
@@ -243,7 +229,7 @@ class Dispatcher:
         if outcome.computed.finish is None:
             self._leave(task, outcome, outcome.computed.finished_s)
         else:  # launched: what comes next here may be launched behind it, headers must wait
-            self._unfinished += 1
+            self._accounts.launched()
             self._transfer_group().create_task(self._leave_later(task, outcome))
         self._backpressure.completed(task)
         self._arbiter.add(self._ready_set.completed(task))
@@ -258,13 +244,13 @@ class Dispatcher:
                     finished_s = await outcome.computed.finish
                 except Exception as error:
                     raise self._task_failed(error, task) from error
-                self._unfinished -= 1
+                self._accounts.finished()
                 self._leave(task, outcome, finished_s)
 
     def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
         """The task has left the device: count its time there, and send what it made."""
-        self._times.compute_s += finished_s - max(outcome.computed.started_s, self._free_since_s)
-        self._free_since_s = finished_s
+        held_s = self._accounts.computed(outcome.computed.started_s, finished_s)
+        self._backpressure.measured(task_s=held_s)
         for outgoing in outcome.outgoing:
             self._depart(task, outgoing)
 
@@ -300,8 +286,10 @@ class Dispatcher:
 
     async def _send(self, header: Header, outgoing: Outgoing) -> None:
         """Send an edge's tensors, which must not have changed by the time the receiver has them."""
+        begun = self._world.clock()
         async with self._arriving():
             await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
+            self._backpressure.measured(transfer_s=self._world.clock() - begun)
             outgoing.check_unchanged(header.task)
         self._journal.note("sent the result of", header.task)
         if header.task.kind is TaskKind.F:
@@ -357,7 +345,7 @@ class Dispatcher:
         before = -1
         with self._part_of_step():
             while True:
-                await asyncio.sleep(min(self._stall_timeout_s / 4, _PROGRESS_EVERY_S))
+                await asyncio.sleep(min(self._stall_timeout_s / 4, self._world.progress_every_s))
                 events = self._journal.events
                 self._session.report_progress(events, self._report() if events == before else "")
                 before = events

@@ -82,7 +82,8 @@ class Runtime:
             keyword arguments.
 
     Raises:
-        ValueError: If an argument does not fit the rank or the topology.
+        ValueError: If an argument does not fit the rank or the topology, or a listed hint breaks a
+            rule.
 
     Attributes:
         optimizer: The optimizer, or None; learning-rate schedulers need it.
@@ -101,6 +102,7 @@ class Runtime:
         self._world = world
         self._config = config
         self._stages = build_stages(stages, world.topology, world.rank, loss_fn)
+        config.check_order(world.topology)
         self._takes_inputs = any(stage.is_source for stage in self._stages.values())
         self._needs_target = any(stage.is_last for stage in self._stages.values())
         self._loss_fn = loss_fn

@@ -3,13 +3,23 @@
 Arithmetic only: no process group, no device, no module is known here.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from rrfp_async.ids import Edge, Link
 
 
 def _chain(stages: int) -> tuple[Edge, ...]:
     return tuple(Edge(stage, stage + 1) for stage in range(stages - 1))
+
+
+def _grouped(
+    edges: tuple[Edge, ...], stages: int, stage_of: Callable[[Edge], int]
+) -> dict[int, tuple[Edge, ...]]:
+    groups: dict[int, list[Edge]] = {stage: [] for stage in range(stages)}
+    for edge in edges:
+        groups[stage_of(edge)].append(edge)
+    return {stage: tuple(group) for stage, group in groups.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,9 @@ class Topology:
 
     pp: int
     edges: tuple[Edge, ...] | None = None
+    _in: dict[int, tuple[Edge, ...]] = field(init=False, repr=False, compare=False)
+    _out: dict[int, tuple[Edge, ...]] = field(init=False, repr=False, compare=False)
+    _after: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if type(self.pp) is not int or self.pp < 1:
@@ -38,9 +51,13 @@ class Topology:
         if self.edges is None:
             object.__setattr__(self, "edges", _chain(self.pp))
         object.__setattr__(self, "edges", tuple(self.graph))
-        self._check_edges()
+        self._check_range()
+        object.__setattr__(self, "_in", _grouped(self.graph, self.pp, lambda e: e.target))
+        object.__setattr__(self, "_out", _grouped(self.graph, self.pp, lambda e: e.source))
+        self._check_ends()
+        object.__setattr__(self, "_after", self._count_after())
 
-    def _check_edges(self) -> None:
+    def _check_range(self) -> None:
         for edge in self.graph:
             if not 0 <= edge.source < edge.target < self.pp:
                 raise ValueError(
@@ -49,12 +66,20 @@ class Topology:
                 )
         if len(set(self.graph)) != len(self.graph):
             raise ValueError(f"edges {list(self.graph)} list an edge twice: list each once")
+
+    def _check_ends(self) -> None:
         for stage in range(self.last_stage):
             if not self.out_edges(stage):
                 raise ValueError(
                     f"stage {stage} has no edge out, and only the last stage ({self.last_stage}) "
                     f"ends the graph: add an edge from it or leave the stage out"
                 )
+
+    def _count_after(self) -> dict[int, int]:
+        after: dict[int, int] = {}
+        for stage in reversed(range(self.pp)):
+            after[stage] = max((after[e.target] + 1 for e in self._out[stage]), default=0)
+        return after
 
     @property
     def graph(self) -> tuple[Edge, ...]:
@@ -91,11 +116,15 @@ class Topology:
 
     def in_edges(self, stage: int) -> tuple[Edge, ...]:
         """Edges into `stage` in the order their tensors become its arguments."""
-        return tuple(edge for edge in self.graph if edge.target == stage)
+        return self._in[stage]
 
     def out_edges(self, stage: int) -> tuple[Edge, ...]:
         """Edges out of `stage` in the order their gradients are summed."""
-        return tuple(edge for edge in self.graph if edge.source == stage)
+        return self._out[stage]
+
+    def depth_after(self, stage: int) -> int:
+        """How many stages follow `stage` on the longest way to the last one."""
+        return self._after[stage]
 
     def is_source(self, stage: int) -> bool:
         """Whether `stage` takes the step's inputs."""

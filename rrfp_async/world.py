@@ -77,6 +77,9 @@ class World:
         connect: Opens the wires of this rank's next Runtime, given its config. The n-th Runtimes
             of all ranks share theirs, so each rank must build its Runtimes in the same order.
         store: A `torch.distributed.Store` that all ranks reach, or None in one process.
+        settle: On a virtual clock, waits until all that happens at this instant has happened; a
+            choice is made only then. None where time is real.
+        progress_every_s: How often at most a rank reports its progress, in seconds.
     """
 
     rank: int
@@ -85,6 +88,8 @@ class World:
     clock: Clock
     connect: Connect
     store: Any = None
+    settle: Callable[[], Awaitable[None]] | None = None
+    progress_every_s: float = 5.0
 
     async def __aenter__(self) -> Self:
         return self

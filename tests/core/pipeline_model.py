@@ -12,8 +12,9 @@ from functools import partial
 
 from rrfp_async.arbiter import PASSED_OVER_MOST, Arbiter, Decision, Reason
 from rrfp_async.backpressure import Backpressure
-from rrfp_async.hints import make_hint
+from rrfp_async.hints import Execution, HintOrder, Schedule, make_order, resolve_hint
 from rrfp_async.ids import Edge, TaskId, TaskKind
+from rrfp_async.limits import FixedLimit
 from rrfp_async.ready_set import ReadySet
 from tests.core.case import Case, Step
 from tests.core.ledger import Ledger
@@ -32,18 +33,19 @@ def run(case: Case) -> list[Ledger]:
 class Rank:
     """The decision core of one rank, and whether it is busy."""
 
-    def __init__(self, case: Case, rank: int) -> None:
+    def __init__(self, case: Case, rank: int, hint: HintOrder | Schedule) -> None:
         self.rank = rank
         self.ready_set = ReadySet(case.topology, rank, deterministic=case.deterministic)
-        self.backpressure = Backpressure(case.limits[rank])
-        self.arbiter = Arbiter(make_hint(case.hint), self.backpressure)
+        self.backpressure = Backpressure(FixedLimit(case.limits[rank]))
+        execution = Execution(binding=False, deterministic=case.deterministic)
+        order = make_order(hint, case.topology, rank, execution)
+        self.arbiter = Arbiter(order, self.backpressure)
         self.running: TaskId | None = None
         self.choosing = False
 
     def begin_step(self, step: Step) -> None:
         """Start a step as the Dispatcher does."""
         tasks = self.ready_set.begin_step(step.microbatches, backward=step.backward)
-        self.backpressure.begin_step(step.microbatches, backward=step.backward)
         self.arbiter.begin_step(tasks)
         self.arbiter.add(self.ready_set.ready_now())
 
@@ -54,7 +56,8 @@ class Pipeline:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._random = random.Random(case.seed)
-        self._ranks = [Rank(case, rank) for rank in range(len(case.limits))]
+        hint = resolve_hint(case.hint)
+        self._ranks = [Rank(case, rank, hint) for rank in range(len(case.limits))]
         self._pool: list[Callable[[], None]] = []
 
     def run_step(self, step: Step) -> Ledger:

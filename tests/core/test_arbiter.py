@@ -7,8 +7,9 @@ import pytest
 from rrfp_async.arbiter import PASSED_OVER_MOST, Arbiter, Decision, Reason
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.errors import ProtocolError
-from rrfp_async.hints import Admissible, HintOrder, RankedHint, make_hint
-from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.hints import Admissible, HintOrder, RankedHint, resolve_hint
+from rrfp_async.ids import TaskId
+from rrfp_async.limits import FixedLimit
 from tests.core.words import task, tasks, words
 
 
@@ -41,10 +42,8 @@ class Unlisted(HintOrder):
 
 def arbiter_of(hint: HintOrder, step: str, *, limit: int = 8) -> tuple[Arbiter, Backpressure]:
     """An arbiter in a training step of the tasks `step`, none of them ready."""
-    backpressure = Backpressure(limit)
+    backpressure = Backpressure(FixedLimit(limit))
     arbiter = Arbiter(hint, backpressure)
-    forwards = [each for each in tasks(step) if each.kind is TaskKind.F]
-    backpressure.begin_step(len(forwards), backward=True)
     arbiter.begin_step(tasks(step))
     return arbiter, backpressure
 
@@ -121,7 +120,7 @@ def test_a_decision_lists_the_first_eight_that_were_passed_over(most: int) -> No
 
 def test_a_round_passes_over_the_direction_whose_turn_it_was() -> None:
     """Rounds have no positions, but they say what they would rather have run."""
-    arbiter, _ = arbiter_of(make_hint("bf"), "0F0 0F1 0B0 0B1")
+    arbiter, _ = arbiter_of(resolve_hint("bf"), "0F0 0F1 0B0 0B1")
     arbiter.add(tasks("0F1"))
     decision = arbiter.choose()
     assert decision == Decision(task("0F1"), None, 1, tuple(tasks("0B0 0B1 0F0")), decision.reason)
@@ -130,7 +129,7 @@ def test_a_round_passes_over_the_direction_whose_turn_it_was() -> None:
 
 def test_choosing_changes_nothing() -> None:
     """However often it is asked, the arbiter answers the same until something happens."""
-    arbiter, backpressure = arbiter_of(make_hint("bf"), "0F0 0F1 0B0 0B1")
+    arbiter, backpressure = arbiter_of(resolve_hint("bf"), "0F0 0F1 0B0 0B1")
     arbiter.add(tasks("0F0 0F1 0B0"))
     first = arbiter.choose()
     assert first.task == task("0B0")
@@ -153,7 +152,7 @@ def test_committing_a_forward_takes_its_place_at_once() -> None:
 
 def test_a_decision_cannot_be_committed_twice() -> None:
     """A stale decision is an error that names its task, and it changes nothing."""
-    arbiter, backpressure = listed("0F0 0F1")
+    arbiter, backpressure = listed("0F0 0F1 0B0 0B1")
     arbiter.add(tasks("0F0 0F1"))
     stale = arbiter.choose()
     arbiter.commit(stale)

@@ -6,13 +6,14 @@ from rrfp_async.backpressure import Backpressure
 from rrfp_async.errors import ProtocolError
 from rrfp_async.hints import Admissible
 from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.limits import FixedLimit
 from tests.core.words import task, tasks, words
 
 
 def begun(
     limit: int, microbatches: int = 8, *, chunks: int = 1, backward: bool = True
 ) -> Backpressure:
-    backpressure = Backpressure(limit, chunks=chunks)
+    backpressure = Backpressure(FixedLimit(limit), chunks=chunks)
     backpressure.begin_step(microbatches, backward=backward)
     return backpressure
 

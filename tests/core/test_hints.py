@@ -4,16 +4,19 @@ import threading
 
 import pytest
 
+from rrfp_async.config import Config
 from rrfp_async.hints import (
     HINTS,
     Admissible,
     DirectionPriority,
+    Execution,
     HintOrder,
     RankedHint,
-    hint_name,
-    make_hint,
+    make_order,
+    resolve_hint,
 )
 from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.topology import Topology
 from tests.core.words import task, tasks, words
 
 ANY = Admissible(any_forward=True)
@@ -28,9 +31,14 @@ class NewestFirst(RankedHint):
         return (-task.microbatch, task.kind is TaskKind.F)
 
 
+def name_of(hint: str | HintOrder) -> str:
+    return Config(microbatches=1, hint=hint).hint_name
+
+
 def begun(hint: str | HintOrder, ready: str = "", step: str = STEP) -> HintOrder:
     """A fresh order in a step of the tasks `step`, of which `ready` are ready."""
-    order = make_hint(hint)
+    ranking = Execution(binding=False, deterministic=True)
+    order = make_order(resolve_hint(hint), Topology(1), 0, ranking)
     order.begin_step(tasks(step))
     for each in tasks(ready):
         order.add(each)
@@ -60,10 +68,10 @@ def test_with_everything_ready_a_named_order_shows_its_character(hint: str, orde
     assert dispatched(begun(hint, "0B2 0F1 0F2 0B0 0B1 0F0")) == order
 
 
-def test_the_known_names_are_the_papers() -> None:
-    """Exactly these four; each call makes a new object."""
-    assert set(HINTS) == {"bf", "fb", "b-priority", "f-priority"}
-    assert make_hint("bf") is not make_hint("bf")
+def test_the_known_names_are_the_papers_and_the_fields() -> None:
+    """Exactly these; each call makes a new object."""
+    assert set(HINTS) == {"bf", "fb", "b-priority", "f-priority", "gpipe", "1f1b"}
+    assert resolve_hint("bf") is not resolve_hint("bf")
 
 
 @pytest.mark.parametrize("first", ["0F0", "0B0"])
@@ -230,7 +238,7 @@ def test_the_copy_of_a_hint_is_deep() -> None:
             super().commit(task)
 
     given = Remembers()
-    one, other = begun(given, STEP), make_hint(given)
+    one, other = begun(given, STEP), resolve_hint(given)
     one.commit(task("0B2"))
     assert isinstance(one, Remembers)
     assert isinstance(other, Remembers)
@@ -241,7 +249,7 @@ def test_the_copy_of_a_hint_is_deep() -> None:
 def test_an_unknown_name_is_refused_with_the_known_ones(hint: str) -> None:
     """The error quotes the name and lists what would do."""
     with pytest.raises(ValueError, match="is not known") as caught:
-        make_hint(hint)
+        resolve_hint(hint)
     assert repr(hint) in str(caught.value)
     assert all(name in str(caught.value) for name in HINTS)
 
@@ -252,17 +260,17 @@ def test_an_object_without_the_base_class_is_refused_with_the_known_names() -> N
     class Duck:
         begin_step = add = peek = commit = print
 
-    for hint in (Duck(), NewestFirst, HINTS["bf"]):
+    for hint in (Duck(), NewestFirst, HINTS["bf"].make):
         with pytest.raises(ValueError, match="HintOrder") as caught:
-            make_hint(hint)
+            resolve_hint(hint)
         assert type(hint).__name__ in str(caught.value)
         assert all(name in str(caught.value) for name in HINTS)
 
 
 def test_a_hint_is_called_by_its_name_or_by_its_class() -> None:
     """What messages and results show."""
-    assert hint_name("bf") == "bf"
-    assert hint_name(NewestFirst()) == "NewestFirst"
+    assert name_of("bf") == "bf"
+    assert name_of(NewestFirst()) == "NewestFirst"
 
 
 def test_a_hint_that_cannot_be_copied_is_refused_with_what_to_do() -> None:
@@ -274,7 +282,7 @@ def test_a_hint_that_cannot_be_copied_is_refused_with_what_to_do() -> None:
             self.lock = threading.Lock()
 
     with pytest.raises(ValueError, match=r"cannot be copied .*keep only plain data"):
-        make_hint(Locked())
+        resolve_hint(Locked())
 
 
 def test_a_hint_may_name_itself_so_that_ranks_can_tell_instances_apart() -> None:
@@ -289,4 +297,4 @@ def test_a_hint_may_name_itself_so_that_ranks_can_tell_instances_apart() -> None
         def name(self) -> str:
             return f"Tuned({self.weight})"
 
-    assert hint_name(Tuned(1)) == "Tuned(1)" != hint_name(Tuned(2))
+    assert name_of(Tuned(1)) == "Tuned(1)" != name_of(Tuned(2))

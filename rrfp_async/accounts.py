@@ -1,0 +1,52 @@
+"""Where a rank's time goes in a step: computing, waiting for arrivals, agreeing with the others.
+
+Told when the device was taken and left, and since when the loop has been waiting. It does not
+know tasks.
+"""
+
+from collections.abc import Callable
+
+
+class Accounts:
+    """One rank's times in the current step, in seconds.
+
+    Attributes:
+        compute_s: The device was computing.
+        blocking_s: The device had nothing to do and the loop waited for an event.
+        coordination_s: The ranks agreed on the step's beginning.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._free_since_s = 0.0
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Start counting."""
+        self.compute_s = self.blocking_s = self.coordination_s = 0.0
+        self._unfinished = 0
+
+    def launched(self) -> None:
+        """A task's work was launched and is not known to be done."""
+        self._unfinished += 1
+
+    def finished(self) -> None:
+        """Work that was launched is done."""
+        self._unfinished -= 1
+
+    def computed(self, started_s: float, finished_s: float) -> float:
+        """A task held the device from `started_s`, or from when it was free, to `finished_s`.
+
+        Returns:
+            How long it held it.
+        """
+        held_s = finished_s - max(started_s, self._free_since_s)
+        self.compute_s += held_s
+        self._free_since_s = finished_s
+        return held_s
+
+    def blocked_since(self, since_s: float) -> None:
+        """The loop has waited since then: blocking, as far as the device had nothing to do."""
+        if not self._unfinished:
+            idle_since_s = max(since_s, self._free_since_s)
+            self.blocking_s += max(0.0, self._clock() - idle_since_s)

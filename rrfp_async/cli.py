@@ -1,0 +1,154 @@
+"""The command line: what can be seen and tried without a training run.
+
+It reads options and prints; what it shows is computed elsewhere.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from rrfp_async.config import Config
+from rrfp_async.errors import RrfpError
+from rrfp_async.hints import FILES, HINTS
+from rrfp_async.sim.costs import JITTERS, PROFILES, Costs, draw_costs, read_costs
+from rrfp_async.sim.simulate import Result, simulate
+
+_SHOWN_TASKS_LEAST = 20_000
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Readiness-first pipeline-parallel training: hints, and the virtual cluster.",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status: 2 for bad input, 1 for a failed run."""
+    try:
+        app(None if arguments is None else list(arguments))
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    except ValueError as error:
+        return _tell(error, 2)
+    except RrfpError as error:
+        return _tell(error, 1)
+    return 0
+
+
+@app.command("hints")
+def list_hints() -> None:
+    """List the hint orders, one line each."""
+    for name, hint in HINTS.items():
+        typer.echo(f"{name:<12}{hint.summary}")
+    for form, (summary, _) in FILES.items():
+        typer.echo(f"{form:<12}{summary}")
+
+
+@app.command("simulate")
+def run_simulation(
+    *,
+    stages: Annotated[int | None, typer.Option(help="Stages, one per rank; default 8.")] = None,
+    microbatches: Annotated[int | None, typer.Option(help="Microbatches; default 32.")] = None,
+    profile: Annotated[str, typer.Option(help=f"One of {', '.join(PROFILES)}.")] = "llm",
+    jitter: Annotated[str, typer.Option(help=f"One of {', '.join(JITTERS)}.")] = "J0",
+    delay: Annotated[float, typer.Option(help="Median transfer delay, seconds.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    costs: Annotated[
+        Path | None, typer.Option(help="JSON tables instead of a profile, jitter and delay.")
+    ] = None,
+    hint: Annotated[str, typer.Option(help="See `python -m rrfp_async hints`.")] = "bf",
+    binding: Annotated[
+        bool | None, typer.Option(help="Execute a listed hint as it stands.")
+    ] = None,
+    limit: Annotated[str, typer.Option(help="Forwards in flight per rank, or auto.")] = "auto",
+    free_order: Annotated[
+        bool, typer.Option("--free-order", help="Accumulate gradients in any order.")
+    ] = False,
+    dispatch_cost: Annotated[float, typer.Option(help="Seconds per dispatched task.")] = 0.0,
+    trace_dir: Annotated[
+        Path | None, typer.Option(help="Write each rank's dispatch log there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Run one training step on the virtual cluster: real dispatchers, virtual time."""
+    if costs is None:
+        drawn = draw_costs(
+            stages=8 if stages is None else stages,
+            microbatches=32 if microbatches is None else microbatches,
+            profile=profile,
+            jitter=jitter,
+            delay_s=delay,
+            seed=seed,
+        )
+    else:
+        drawn = read_costs(costs)
+        _check_size("stages", stages, drawn.stages)
+        _check_size("microbatches", microbatches, drawn.microbatches)
+    config = Config(
+        microbatches=drawn.microbatches,
+        hint=hint,
+        binding=binding,
+        limit=_limit(limit),
+        deterministic=not free_order,
+        trace_dir=trace_dir,
+    )
+    with _progress(drawn) as done:
+        result = simulate(drawn, config, dispatch_s=dispatch_cost, done=done)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result)))
+    else:
+        _show(result)
+
+
+def _check_size(name: str, given: int | None, found: int) -> None:
+    if given is not None and given != found:
+        raise ValueError(f"--{name} {given}, but --costs holds {found}: leave --{name} out")
+
+
+def _limit(word: str) -> int | Literal["auto"]:
+    if word == "auto":
+        return "auto"
+    if not word.isdecimal() or int(word) < 1:
+        raise ValueError(f"--limit {word!r} must be auto or a whole number of at least 1")
+    return int(word)
+
+
+@contextmanager
+def _progress(costs: Costs) -> Iterator[Callable[[], None]]:
+    """A progress bar for long simulations, on a terminal."""
+    tasks = 4 * costs.stages * costs.microbatches
+    console = Console(stderr=True)
+    if tasks < _SHOWN_TASKS_LEAST or not console.is_terminal:
+        yield lambda: None
+        return
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("simulating, 1F1B beside it", total=tasks)
+        yield lambda: progress.advance(bar)
+
+
+def _show(result: Result) -> None:
+    console = Console()
+    for name in ("makespan_s", "speedup_vs_1f1b", "bound_s", "ratio_to_bound"):
+        console.print(f"{name:<18} {getattr(result, name):.4f}")
+    console.print(f"{'blocking_fraction':<18} {result.blocking_fraction:.4f}")
+    console.print(f"{'wall_s':<18} {result.wall_s:.2f}")
+    table = Table("stage", "compute_s", "blocking_s", "peak_in_flight", box=None)
+    rows = zip(result.compute_s, result.blocking_s, result.peak_in_flight, strict=True)
+    for stage, (compute_s, blocking_s, peak) in enumerate(rows):
+        table.add_row(str(stage), f"{compute_s:.4f}", f"{blocking_s:.4f}", str(peak))
+    console.print(table)
+
+
+def _tell(error: BaseException, status: int) -> int:
+    console = Console(stderr=True)
+    console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+    return status

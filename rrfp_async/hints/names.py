@@ -1,0 +1,114 @@
+"""What `hint=` may be: a name, a file, an object; and the order that one rank works with."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from rrfp_async.hints.base import HintOrder
+from rrfp_async.hints.published import PublishedSchedule, gpipe, one_forward_one_backward
+from rrfp_async.hints.recorded import from_torch, is_torch_schedule, read_csv, read_log
+from rrfp_async.hints.rounds import DirectionPriority, RoundHint
+from rrfp_async.hints.schedule import Execution, ListedOrder, Schedule
+from rrfp_async.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class NamedHint:
+    """A hint that has a name, one line about it, and what makes it."""
+
+    summary: str
+    make: Callable[[], HintOrder | Schedule]
+
+
+HINTS: Mapping[str, NamedHint] = MappingProxyType(
+    {
+        "bf": NamedHint(
+            "rounds of one backward, then one forward: the default",
+            lambda: RoundHint(forward_first=False),
+        ),
+        "fb": NamedHint(
+            "rounds of one forward, then one backward", lambda: RoundHint(forward_first=True)
+        ),
+        "b-priority": NamedHint(
+            "a backward whenever one is ready", lambda: DirectionPriority(forward_first=False)
+        ),
+        "f-priority": NamedHint(
+            "a forward whenever one is ready", lambda: DirectionPriority(forward_first=True)
+        ),
+        "gpipe": NamedHint(
+            "a list: all forwards, then all backwards", lambda: PublishedSchedule("gpipe", gpipe)
+        ),
+        "1f1b": NamedHint(
+            "a list: forwards until the pipeline is full, then backward and forward in turn",
+            lambda: PublishedSchedule("1f1b", one_forward_one_backward),
+        ),
+    }
+)
+"""The hints that have a name."""
+
+FILES: Mapping[str, tuple[str, Callable[[str], Schedule]]] = MappingProxyType(
+    {
+        "csv:FILE": ("a list: a schedule in torch.distributed.pipelining's CSV format", read_csv),
+        "replay:DIR": (
+            "a list: what an earlier run dispatched, from its trace_dir; binding unless told not",
+            read_log,
+        ),
+    }
+)
+"""The hints that are read, by the form of their name."""
+
+
+def resolve_hint(hint: Any) -> HintOrder | Schedule:
+    """What `hint` stands for: an order as a prototype for every rank, or a schedule for all.
+
+    Raises:
+        ValueError: If it is not known, or what it names cannot be read.
+    """
+    if isinstance(hint, HintOrder):
+        return _copy_of(hint)
+    if isinstance(hint, Schedule):
+        return hint
+    if is_torch_schedule(hint):
+        return from_torch(hint)
+    if isinstance(hint, str):
+        return _resolve_name(hint)
+    raise ValueError(
+        f"hint {hint!r} of type {type(hint).__name__} is no hint order: use one of {_known()}, an "
+        f"instance of a class derived from rrfp_async.HintOrder, or a schedule object of "
+        f"torch.distributed.pipelining"
+    )
+
+
+def make_order(
+    resolved: HintOrder | Schedule, topology: Topology, rank: int, execution: Execution
+) -> HintOrder:
+    """The order that `rank` works with, its own."""
+    if isinstance(resolved, Schedule):
+        return ListedOrder(resolved, topology, rank, execution)
+    return _copy_of(resolved)
+
+
+def _resolve_name(hint: str) -> HintOrder | Schedule:
+    if hint in HINTS:
+        return HINTS[hint].make()
+    for form, (_, read) in FILES.items():
+        prefix = form[: form.index(":") + 1]
+        if hint.startswith(prefix):
+            return read(hint.removeprefix(prefix))
+    raise ValueError(f"hint {hint!r} is not known: use one of {_known()}, or a HintOrder object")
+
+
+def _known() -> str:
+    return ", ".join((*HINTS, *FILES))
+
+
+def _copy_of(hint: HintOrder) -> HintOrder:
+    try:
+        return copy.deepcopy(hint)
+    except Exception as error:  # whatever its parts raise
+        raise ValueError(
+            f"hint {hint.name!r} cannot be copied ({error}), but every rank works on a copy of "
+            f"its own: keep only plain data in it, or define __deepcopy__"
+        ) from error

@@ -1,0 +1,61 @@
+"""Schedules known from the literature, generated for any depth and number of microbatches.
+
+GPipe (arXiv 1811.06965) runs all forwards, then all backwards. 1F1B (PipeDream-flush, arXiv
+2006.09503; Megatron-LM, arXiv 2104.04473) runs as many forwards as stages follow, then alternates.
+"""
+
+from collections.abc import Callable, Sequence
+
+from rrfp_async.hints.schedule import Schedule
+from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.topology import Topology
+
+Generate = Callable[[Topology, int, int], list[TaskId]]
+"""The tasks of (topology, rank, microbatches) in order."""
+
+
+class PublishedSchedule(Schedule):
+    """A schedule that a rule generates, rank by rank."""
+
+    def __init__(self, name: str, generate: Generate) -> None:
+        super().__init__()
+        self._name = name
+        self._generate = generate
+
+    @property
+    def name(self) -> str:
+        """Its name in the field."""
+        return self._name
+
+    def orders(
+        self,
+        topology: Topology,
+        microbatches: int,
+        step: int,  # noqa: ARG002 - every step has the same
+    ) -> Sequence[Sequence[TaskId]]:
+        """The generated lists."""
+        ranks = range(topology.world_size)
+        return [self._generate(topology, rank, microbatches) for rank in ranks]
+
+
+def gpipe(topology: Topology, rank: int, microbatches: int) -> list[TaskId]:
+    """All forwards, then all backwards, each in microbatch order."""
+    [stage] = topology.stages_of(rank)
+    kinds = (TaskKind.F, TaskKind.B)
+    return [TaskId(stage, kind, index) for kind in kinds for index in range(microbatches)]
+
+
+def one_forward_one_backward(topology: Topology, rank: int, microbatches: int) -> list[TaskId]:
+    """A forward for this stage and each that follows it, then backward and forward in turn.
+
+    torch 2.13's own `Schedule1F1B._get_pipeline_order` is no help: it lists no forward of
+    microbatch 0 for the last stage.
+    """
+    [stage] = topology.stages_of(rank)
+    warm_up = min(microbatches, topology.depth_after(stage) + 1)
+    order = [TaskId(stage, TaskKind.F, index) for index in range(warm_up)]
+    for index in range(microbatches):
+        order.append(TaskId(stage, TaskKind.B, index))
+        if warm_up + index < microbatches:
+            order.append(TaskId(stage, TaskKind.F, warm_up + index))
+    return order

@@ -1,0 +1,158 @@
+"""One step of a whole pipeline on the virtual cluster: real Dispatchers, virtual time.
+
+Every rank has the Dispatcher, Session, bus and core that it has in a real run. It does not know
+where the costs come from or what a result is compared with.
+"""
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+
+from rrfp_async.bus.inproc import InprocHub
+from rrfp_async.config import Config
+from rrfp_async.dispatcher import Dispatcher
+from rrfp_async.gpu.loopback import LoopbackFabric
+from rrfp_async.session import Session
+from rrfp_async.sim.clock import VirtualLoop
+from rrfp_async.sim.costs import Costs
+from rrfp_async.sim.parts import CostModelDevice, CostModelStage, DelayedLoopback
+from rrfp_async.tasks.batch import Batch
+from rrfp_async.tasks.step import StepReport, StepRequest
+from rrfp_async.topology import Topology
+from rrfp_async.trace.writer import open_trace
+from rrfp_async.world import Connecting, Wires, World
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What a step came to on the virtual cluster, in virtual seconds.
+
+    Attributes:
+        makespan_s: From the step's beginning until every rank is done.
+        reports: What every rank reports.
+    """
+
+    makespan_s: float
+    reports: tuple[StepReport, ...]
+
+
+class VirtualCluster:
+    """The ranks of a pipeline, one stage each, on one virtual clock.
+
+    Args:
+        costs: What tasks and transfers take.
+        config: As for a real run; `microbatches` follows from the costs.
+        dispatch_s: What it costs to dispatch a task, in seconds.
+        done: Called after every task.
+
+    Raises:
+        ValueError: If a listed hint breaks a rule.
+    """
+
+    def __init__(
+        self,
+        costs: Costs,
+        config: Config,
+        *,
+        dispatch_s: float = 0.0,
+        done: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._costs = costs
+        self._config = replace(
+            config, microbatches=costs.microbatches, stall_timeout_s=2.0 * costs.total_s + 1.0
+        )
+        self._dispatch_s = dispatch_s
+        self._done = done
+        self._topology = Topology(costs.stages)
+        self._config.check_order(self._topology)
+
+    def run_step(self) -> Simulated:
+        """Run one training step. Blocks; not from inside a running event loop.
+
+        Raises:
+            RuntimeError: If an event loop is running here.
+            StepFailed: If the step ends early.
+        """
+        with _without_collection(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            return runner.run(self._run_step())
+
+    async def _run_step(self) -> Simulated:
+        loop = asyncio.get_running_loop()
+        ranks = range(self._topology.world_size)
+        hub, fabric = InprocHub(len(ranks)), LoopbackFabric()
+        with ExitStack() as resources:
+            dispatchers = [self._rank(rank, hub, fabric, resources) for rank in ranks]
+            begun_s = loop.time()
+            async with asyncio.TaskGroup() as group:
+                steps = [
+                    group.create_task(dispatcher.run_step(self._request(rank)))
+                    for rank, dispatcher in enumerate(dispatchers)
+                ]
+            makespan_s = loop.time() - begun_s
+        return Simulated(makespan_s, tuple(step.result() for step in steps))
+
+    def _rank(
+        self, rank: int, hub: InprocHub, fabric: LoopbackFabric, resources: ExitStack
+    ) -> Dispatcher:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualLoop)
+        bus = hub.open(rank)
+        resources.callback(bus.close)
+        wires = Wires(bus, DelayedLoopback(fabric, loop.time))
+        device = CostModelDevice(
+            self._costs, loop.time, dispatch_s=self._dispatch_s, done=self._done
+        )
+        world = World(
+            rank,
+            self._topology,
+            device,
+            loop.time,
+            lambda _config: Connecting(lambda _resources: _given(wires)),
+            settle=loop.settle,
+            progress_every_s=float("inf"),
+        )
+        session = Session(
+            bus=bus,
+            rank=rank,
+            topology=self._topology,
+            settings=self._config.agreed(),
+            clock=loop.time,
+            stall_timeout_s=self._config.stall_timeout_s,
+        )
+        return Dispatcher(
+            world=world,
+            wires=wires,
+            config=self._config,
+            stages={rank: CostModelStage(rank, self._topology, self._costs)},
+            trace=resources.enter_context(open_trace(self._config.trace_dir, rank)),
+            session=session,
+        )
+
+    def _request(self, rank: int) -> StepRequest:
+        microbatches = self._costs.microbatches
+        args = (torch.empty(microbatches, 1),) if rank == 0 else ()
+        batch = Batch(args, {}, None, microbatches)
+        return StepRequest(True, zero_gradients=True, batch=lambda: _given(batch))
+
+
+async def _given(value: T) -> T:
+    return value
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Millions of live objects and hardly a cycle: searching for those would take half the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

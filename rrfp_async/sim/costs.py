@@ -1,0 +1,227 @@
+"""What tasks and transfers cost on the virtual cluster: tables, read from a file or drawn.
+
+A table has a row per stage and a column per microbatch, in seconds. A draw holds everything that
+is random, so that several orders can be compared on the same one.
+"""
+
+import json
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rrfp_async.ids import TaskId, TaskKind
+
+Table = tuple[tuple[float, ...], ...]
+
+_TASK_S = 0.010
+_LAST_STAGE_FACTOR = 1.25
+_ENCODER_SIGMA = 0.6
+_DELAY_SIGMA = 1.0
+_MEMORY = 0.9  # of the running average of a task's own time
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """The costs of one step, each a table `[stage][microbatch]` in seconds.
+
+    Attributes:
+        forward_s: Of F.
+        backward_input_s: Of I; B takes this and `weight_s`.
+        weight_s: Of W.
+        activation_delay_s: From the end of F on a stage until its result has arrived.
+        gradient_delay_s: From the end of B or I on a stage until its result has arrived.
+
+    Raises:
+        ValueError: If tables differ in shape or hold anything but finite numbers of at least 0.
+    """
+
+    forward_s: Table
+    backward_input_s: Table
+    weight_s: Table
+    activation_delay_s: Table
+    gradient_delay_s: Table
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check(field.name, getattr(self, field.name), self.forward_s)
+
+    @property
+    def stages(self) -> int:
+        """How many stages there are."""
+        return len(self.forward_s)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches there are."""
+        return len(self.forward_s[0])
+
+    def task_s(self, task: TaskId) -> float:
+        """How long `task` holds the device, in seconds."""
+        stage, microbatch = task.stage, task.microbatch
+        if task.kind is TaskKind.F:
+            return self.forward_s[stage][microbatch]
+        if task.kind is TaskKind.I:
+            return self.backward_input_s[stage][microbatch]
+        if task.kind is TaskKind.W:
+            return self.weight_s[stage][microbatch]
+        return self.backward_input_s[stage][microbatch] + self.weight_s[stage][microbatch]
+
+    def work_s(self, stage: int) -> float:
+        """All the work of `stage`, in seconds."""
+        tables = (self.forward_s, self.backward_input_s, self.weight_s)
+        return math.fsum(cost for table in tables for cost in table[stage])
+
+    @property
+    def total_s(self) -> float:
+        """All work and all delays, one after the other: nothing can take longer."""
+        tables = (getattr(self, field.name) for field in fields(self))
+        return math.fsum(cost for table in tables for row in table for cost in row)
+
+
+def read_costs(path: str | Path) -> Costs:
+    """Costs from a JSON object that holds the five tables as arrays.
+
+    Raises:
+        ValueError: If the file cannot be read or its tables break a rule.
+    """
+    try:
+        tables = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"costs {path} cannot be read ({error}): name a JSON file") from error
+    names = [field.name for field in fields(Costs)]
+    if not isinstance(tables, dict) or sorted(tables) != sorted(names):
+        got = ", ".join(map(str, tables)) if isinstance(tables, dict) else type(tables).__name__
+        raise ValueError(
+            f"costs {path} hold {got}: give a JSON object with exactly {', '.join(names)}"
+        )
+    return Costs(**{name: _table(name, tables[name]) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Jitter:
+    """Random sleeps of tasks (arXiv 2605.18750, evaluation).
+
+    A task sleeps with `probability`, for `factor * max(base_s, e) * (0.5 + U(0, 1))` seconds, where
+    e is the running average of its stage's and kind's own times, starting at the first.
+    """
+
+    probability: float
+    base_s: float
+    factor: float
+
+
+JITTERS: Mapping[str, Jitter] = MappingProxyType(
+    {
+        "J0": Jitter(0.0, 0.0, 0.0),
+        "J1": Jitter(0.1, 0.005, 0.5),
+        "J2": Jitter(0.2, 0.010, 1.0),
+        "J3": Jitter(0.3, 0.015, 1.5),
+    }
+)
+"""The paper's levels."""
+
+PROFILES = ("llm", "multimodal")
+"""`llm`: equal stages, the last 1.25 times as long. `multimodal`: besides, the first third is an
+encoder whose work varies from microbatch to microbatch, by one lognormal(0, 0.6) factor each."""
+
+
+def draw_costs(
+    *, stages: int, microbatches: int, profile: str, jitter: str, delay_s: float, seed: int
+) -> Costs:
+    """Draw the costs of a step; the same arguments give the same costs.
+
+    Args:
+        stages: At least 1.
+        microbatches: At least 1.
+        profile: One of `PROFILES`. F, I and W take 10 ms each on an ordinary stage.
+        jitter: One of `JITTERS`, drawn for every stage, kind (F, I, W) and microbatch.
+        delay_s: Median of the transfers' delays, lognormal with sigma 1. 0 for none.
+        seed: Of the draws.
+
+    Raises:
+        ValueError: If an argument breaks its rule.
+    """
+    _check_draw(stages, microbatches, profile, jitter, delay_s)
+    source = random.Random(f"{seed}/{stages}/{microbatches}/{profile}/{jitter}")
+    factors = _factors(stages, microbatches, profile, source)
+    kinds = [_jittered(factors, JITTERS[jitter], source) for _ in range(3)]
+    shape = (stages, microbatches)
+    delays = [_filled(shape, lambda: delay_s * source.lognormvariate(0.0, 1.0)) for _ in range(2)]
+    return Costs(*kinds, *delays)
+
+
+def _factors(stages: int, microbatches: int, profile: str, source: random.Random) -> Table:
+    """How many times an ordinary stage's work each stage has, per microbatch."""
+    encoder = [1.0] * microbatches
+    if profile == "multimodal":
+        encoder = [source.lognormvariate(0.0, _ENCODER_SIGMA) for _ in range(microbatches)]
+    rows = []
+    for stage in range(stages):
+        row = encoder if stage < stages // 3 else [1.0] * microbatches
+        last = _LAST_STAGE_FACTOR if stage == stages - 1 else 1.0
+        rows.append(tuple(last * factor for factor in row))
+    return tuple(rows)
+
+
+def _jittered(factors: Table, jitter: Jitter, source: random.Random) -> Table:
+    """The times of one kind: its work, and the sleeps."""
+    rows = []
+    for row in factors:
+        average_s = row[0] * _TASK_S
+        times = []
+        for factor in row:
+            own_s = factor * _TASK_S
+            average_s = _MEMORY * average_s + (1.0 - _MEMORY) * own_s
+            sleeps = source.random() < jitter.probability
+            longest_s = jitter.factor * max(jitter.base_s, average_s)
+            times.append(own_s + (longest_s * (0.5 + source.random()) if sleeps else 0.0))
+        rows.append(tuple(times))
+    return tuple(rows)
+
+
+def _filled(shape: tuple[int, int], draw: Callable[[], float]) -> Table:
+    stages, microbatches = shape
+    return tuple(tuple(draw() for _ in range(microbatches)) for _ in range(stages))
+
+
+def _check_draw(stages: int, microbatches: int, profile: str, jitter: str, delay_s: float) -> None:
+    for name, value in (("stages", stages), ("microbatches", microbatches)):
+        if value < 1:
+            raise ValueError(f"{name}={value} must be at least 1: give {name}=1 or more")
+    if profile not in PROFILES:
+        raise ValueError(f"profile {profile!r} is not known: use one of {', '.join(PROFILES)}")
+    if jitter not in JITTERS:
+        raise ValueError(f"jitter {jitter!r} is not known: use one of {', '.join(JITTERS)}")
+    if not 0.0 <= delay_s < math.inf:
+        raise ValueError(f"delay={delay_s} must be a finite number of seconds of at least 0")
+
+
+def _table(name: str, rows: Any) -> Table:
+    if not isinstance(rows, list) or not all(isinstance(row, list) for row in rows):
+        raise ValueError(f"{name} must be an array [stage][microbatch]: give a list of lists")
+    return tuple(tuple(row) for row in rows)
+
+
+def _check(name: str, table: Any, like: Table) -> None:
+    shape, wanted = [len(row) for row in table], [len(row) for row in like]
+    if not wanted or not wanted[0] or len(set(wanted)) > 1 or shape != wanted:
+        raise ValueError(
+            f"{name} has rows of {_counted(shape)} numbers, forward_s of {_counted(wanted)}: give "
+            f"every table a row per stage and a number per microbatch"
+        )
+    for stage, row in enumerate(table):
+        for microbatch, cost in enumerate(row):
+            number = isinstance(cost, int | float) and not isinstance(cost, bool)
+            if not number or not 0.0 <= cost < math.inf:
+                raise ValueError(
+                    f"{name}[{stage}][{microbatch}] is {cost!r}: give a finite number of seconds "
+                    f"of at least 0"
+                )
+
+
+def _counted(lengths: list[int]) -> str:
+    return f"{lengths[:4]}{' and more' if len(lengths) > 4 else ''}"
