@@ -25,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from text import load_text, sample
 
 import rrfp_async
-from rrfp_async.hints import HINTS
+from rrfp_async.hints import FILES, HINTS
 
 MODEL = GPTConfig()
 LEARNING_RATE = 2e-3
@@ -59,6 +59,8 @@ async def train_rank(
     config = rrfp_async.Config(
         microbatches=options.microbatches,
         hint=options.hint,
+        binding=options.binding,
+        limit=options.limit,
         return_outputs=False,
         trace_dir=options.trace_dir,
     )
@@ -196,6 +198,11 @@ def positive(word: str) -> int:
     return int(word)
 
 
+def limit(word: str) -> int | str:
+    """`auto`, or an int of at least 1 from the command line."""
+    return word if word == "auto" else positive(word)
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -204,7 +211,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=30)
     parser.add_argument("--batch", type=positive, default=16, help="samples a step (default 16)")
     parser.add_argument("--microbatches", type=positive, default=8)
-    parser.add_argument("--hint", choices=list(HINTS), default="bf")
+    parser.add_argument("--hint", default="bf", help=f"{', '.join((*HINTS, *FILES))}")
+    parser.add_argument(
+        "--binding",
+        action=argparse.BooleanOptionalAction,
+        help="execute a listed hint as it stands (default: only a replay)",
+    )
+    parser.add_argument("--limit", type=limit, default="auto", help="forwards in flight, or auto")
     parser.add_argument("--seed", type=int, default=0, help="of the model and the batches")
     parser.add_argument("--delay-seed", type=int, help="sleep at random before sends and tasks")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

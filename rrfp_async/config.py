@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rrfp_async.hints import Execution, HintOrder, Schedule, resolve_hint
+from rrfp_async.hints.recorded import ReplayedSchedule
 from rrfp_async.limits import FixedLimit
 from rrfp_async.topology import Topology
 
@@ -78,6 +79,9 @@ class Config:
                 f"rule: use gpipe, 1f1b, csv:FILE, replay:DIR or a schedule object, or leave "
                 f"binding out"
             )
+
+        if isinstance(self.order, ReplayedSchedule) and self.trace_dir is not None:
+            self.order.check_not_overwritten(Path(self.trace_dir))
 
     @property
     def hint_name(self) -> str:

@@ -8,8 +8,8 @@ split, what a module computes, or when the optimizer steps.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -118,10 +118,13 @@ class Dispatcher:
         try:
             yield
         except BaseException as error:
-            if not self._ending and isinstance(error, Exception):
-                self._first_failure = error
-            self._ending = True
+            self._note_end(error)
             raise
+
+    def _note_end(self, error: BaseException) -> None:
+        if not self._ending and isinstance(error, Exception):
+            self._first_failure = error
+        self._ending = True
 
     # -- the course of a step ------------------------------------------------------------------
 
@@ -287,30 +290,32 @@ class Dispatcher:
     async def _send(self, header: Header, outgoing: Outgoing) -> None:
         """Send an edge's tensors, which must not have changed by the time the receiver has them."""
         begun = self._world.clock()
-        async with self._arriving():
+        try:
             await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
-            self._backpressure.measured(transfer_s=self._world.clock() - begun)
             outgoing.check_unchanged(header.task)
+        except BaseException as error:
+            await self._transfer_broke(error)
+            raise
+        self._backpressure.measured(transfer_s=self._world.clock() - begun)
         self._journal.note("sent the result of", header.task)
         if header.task.kind is TaskKind.F:
             self._backpressure.send_closed()
             self._wake.set()
 
     async def _receive(self, header: Header, specs: list[TensorSpec]) -> None:
-        async with self._arriving():
+        try:
             tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
             self._world.device.adopt(tensors)
             self._deliver(header, tensors)
+        except BaseException as error:
+            await self._transfer_broke(error)
+            raise
 
-    @asynccontextmanager
-    async def _arriving(self) -> AsyncIterator[None]:
+    async def _transfer_broke(self, error: BaseException) -> None:
         """Let the bus speak first where a transfer breaks: it knows whether the peer is gone."""
-        with self._part_of_step():
-            try:
-                yield
-            except TransferError:
-                await asyncio.sleep(_EXPLAIN_S)
-                raise
+        if isinstance(error, TransferError):
+            await asyncio.sleep(_EXPLAIN_S)
+        self._note_end(error)
 
     def _deliver(self, header: Header, tensors: list[torch.Tensor]) -> None:
         edge, microbatch = header.edge, header.task.microbatch

@@ -157,26 +157,35 @@ _NUMBER_OF: Mapping[type[Message], int] = MappingProxyType(
 _KIND_OF: tuple[type[Message], ...] = tuple(_SCHEMA)
 
 
-def _plain(value: object) -> object:
+def _plain_list(value: tuple[Any, ...]) -> list[Any]:
+    if len(value) > _LIST_MOST:
+        raise CodecError(
+            f"a list of {len(value)} entries passes the limit of {_LIST_MOST}: use fewer "
+            f"microbatches, or tensors per edge"
+        )
+    return [_plain(item) for item in value]
+
+
+def _plain_text(value: str) -> str:
+    return value[:_TEXT_MOST].encode(errors="replace").decode()  # no lone surrogates
+
+
+_PLAIN: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
+    {
+        TaskId: str,
+        Edge: lambda edge: (edge.source, edge.target),
+        Link: lambda link: (link.source, link.target),
+        TensorSpec: lambda spec: (spec.shape, spec.dtype, spec.requires_grad),
+        tuple: _plain_list,
+        str: _plain_text,
+    }
+)
+
+
+def _plain(value: Any) -> Any:
     """A message's value in msgpack's types."""
-    match value:
-        case TaskId():
-            return str(value)
-        case Edge() | Link():
-            return (value.source, value.target)
-        case TensorSpec():
-            return (value.shape, value.dtype, value.requires_grad)
-        case tuple():
-            if len(value) > _LIST_MOST:
-                raise CodecError(
-                    f"a list of {len(value)} entries passes the limit of {_LIST_MOST}: use fewer "
-                    f"microbatches, or tensors per edge"
-                )
-            return [_plain(item) for item in value]
-        case str():
-            return value[:_TEXT_MOST].encode(errors="replace").decode()  # no lone surrogates
-        case _:
-            return value
+    make = _PLAIN.get(type(value))
+    return value if make is None else make(value)
 
 
 def encode(envelope: Envelope) -> bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from rrfp_async.errors import TransferError
-from rrfp_async.gpu.transfer import Transfer, TransferStatistics, spec_of
+from rrfp_async.gpu.transfer import Transfer, TransferStatistics, dtype_of
 from rrfp_async.ids import Link, TensorSpec
 
 _CPU = torch.device("cpu")
@@ -105,8 +105,8 @@ class LoopbackTransfer(Transfer):
 def _check(
     link: Link, sequence: int, tensors: Sequence[torch.Tensor], specs: Sequence[TensorSpec]
 ) -> None:
-    came = [(spec.shape, spec.dtype) for spec in map(spec_of, tensors)]
-    announced = [(spec.shape, spec.dtype) for spec in specs]
+    came = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+    announced = [(spec.shape, dtype_of(spec)) for spec in specs]
     if came != announced:
         raise TransferError(
             f"number {sequence} on link {link} brought {came}, its header announced {announced}"

@@ -106,6 +106,18 @@ class ReplayedSchedule(Schedule):
         """A digest of the recorded lists."""
         return self._name
 
+    def check_not_overwritten(self, trace_dir: Path) -> None:
+        """Refuse to log where the replayed log lies.
+
+        Raises:
+            ValueError: If `trace_dir` is its folder.
+        """
+        if trace_dir.resolve() == self._folder.resolve():
+            raise ValueError(
+                f"trace_dir={str(trace_dir)!r} holds the log that hint 'replay:{self._folder}' "
+                f"replays: write the new log into another folder"
+            )
+
     def row(self, rank: int) -> str:
         """The log file."""
         return str(self._folder / f"rank{rank}.jsonl")

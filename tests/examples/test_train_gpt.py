@@ -10,13 +10,16 @@ import pytest
 import train_gpt
 
 from rrfp_async.hints import HINTS
+from tests.examples.logs import dispatched, write_csv
 
 SEEDS = (1, 2, 3)
 EXAMPLE = Path(train_gpt.__file__)
+RULES = ("bf", "fb", "b-priority", "f-priority")
+LISTS = tuple(name for name in HINTS if name not in RULES)
 SAMPLED = {("bf", 1), ("f-priority", 2)}
 CASES = [
     pytest.param(hint, seed, marks=[] if (hint, seed) in SAMPLED else [pytest.mark.slow])
-    for hint in HINTS
+    for hint in RULES
     for seed in SEEDS
 ]
 
@@ -61,6 +64,34 @@ def test_any_hint_and_arrival_order_trains_to_the_bits_of_the_unpartitioned_mode
     assert run("--ranks", "4", "--hint", hint, "--delay-seed", str(seed)) == reference()
 
 
+@pytest.mark.parametrize("binding", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("hint", LISTS)
+def test_a_listed_hint_trains_to_the_same_bits_as_a_ranking_and_executed_as_it_stands(
+    hint: str, *, binding: bool
+) -> None:
+    """Executed, its log is the list itself."""
+    how = "--binding" if binding else "--no-binding"
+    assert run("--ranks", "4", "--hint", hint, how, "--delay-seed", "1") == reference()
+
+
+def test_a_csv_is_executed_to_the_same_bits(tmp_path: Path) -> None:
+    """The log is the file's lists, step after step."""
+    file, folder = write_csv(tmp_path / "order.csv"), tmp_path / "log"
+    executed = run("--hint", f"csv:{file}", "--binding", "--trace-dir", str(folder))
+    assert executed == reference()
+    rows = [[word for word in row.split(",") if word] for row in file.read_text().split()]
+    assert dispatched(folder) == [[(step, word) for step in range(5) for word in r] for r in rows]
+
+
+def test_a_replay_has_the_log_and_the_bits_of_the_recorded_run(tmp_path: Path) -> None:
+    """Other delays, the same dispatches: every step of every rank."""
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    run("--delay-seed", "5", "--trace-dir", str(recorded))
+    again = run("--hint", f"replay:{recorded}", "--delay-seed", "6", "--trace-dir", str(replayed))
+    assert again == reference()
+    assert dispatched(replayed) == dispatched(recorded)
+
+
 def test_dispatch_orders_really_differ_between_delay_seeds(tmp_path: Path) -> None:
     """The logs hold every task once, on every rank, in different orders for different seeds."""
     seen = []
@@ -93,6 +124,10 @@ def test_the_command_ends_with_one_json_object_and_a_falling_loss() -> None:
     [
         (["--ranks", "9"], "use fewer ranks"),
         (["--batch", "4"], "a batch of 4 samples cannot be split into 8 microbatches"),
+        (["--hint", "zb"], "hint 'zb' is not known: use one of bf, fb"),
+        (["--binding"], "binding=True executes a list as it stands"),
+        (["--hint", "csv:/nowhere"], "cannot be read"),
+        (["--hint", "1f1b", "--binding", "--limit", "3"], "limit=3 is below 4"),
         (["--data", "/nowhere"], "/nowhere holds no text"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 import train_gpt
 
-from rrfp_async.hints import HINTS
+from tests.examples.logs import dispatched, write_csv
 from tests.ranks.hosts import run_here
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
@@ -19,9 +19,10 @@ SEEDS = (1, 2)
 SAMPLED = {("bf", 1)}
 CASES = [
     pytest.param(hint, seed, marks=[] if (hint, seed) in SAMPLED else [pytest.mark.slow])
-    for hint in HINTS
+    for hint in ("bf", "fb", "b-priority", "f-priority")
     for seed in SEEDS
 ]
+LISTS = ("1f1b", "gpipe", "csv:{csv}", "replay:{log}")
 ENDS_WITHIN_S = 120.0
 
 
@@ -63,6 +64,22 @@ def test_four_processes_train_to_the_bits_of_one_process_and_of_the_unpartitione
     processes = _under_torchrun(4, *order)
     assert processes == reference()
     assert processes == _in_this_process("--ranks", "4", *order)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hint", LISTS)
+def test_four_processes_execute_a_list_to_the_bits_of_the_unpartitioned_model(
+    hint: str, tmp_path: Path
+) -> None:
+    """Generated, read from a file, or replayed, in which case the logs are equal."""
+    log, again = tmp_path / "log", tmp_path / "again"
+    hint = hint.format(csv=write_csv(tmp_path / "order.csv"), log=log)
+    if hint.startswith("replay:"):
+        _under_torchrun(4, "--delay-seed", "1", "--trace-dir", str(log))
+    order = ("--hint", hint, "--binding", "--delay-seed", "2", "--trace-dir", str(again))
+    assert _under_torchrun(4, *order) == reference()
+    if hint.startswith("replay:"):
+        assert dispatched(again) == dispatched(log)
 
 
 @pytest.mark.slow
