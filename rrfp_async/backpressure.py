@@ -1,6 +1,7 @@
 """How many forwards may be in flight on a rank, and which one is let in when room is short.
 
-Let D be the forwards decided on this rank whose gradient is not yet accumulated, C its model
+Let D be the forwards decided on this rank whose gradient is not yet accumulated (by B, or where the
+backward is split by W, whose operands are kept until then), C its model
 chunks, bound = limit for C = 1 and limit + C above, and u the lowest microbatch that still has a
 forward to run here. A forward of u is admissible while D < bound, any other while D < bound - C;
 everything else always is. The C places kept for u are what makes this free of deadlock: with
@@ -21,6 +22,7 @@ from rrfp_async.hints import Admissible
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.limits import Limit
 
+_ACCUMULATING = (TaskKind.B, TaskKind.W)
 _EVERY_FORWARD = Admissible(any_forward=True)
 _NO_FORWARD = Admissible(any_forward=False)
 
@@ -98,7 +100,7 @@ class Backpressure:
         Raises:
             ProtocolError: If no forward holds a place.
         """
-        if task.kind is TaskKind.B:
+        if task.kind in _ACCUMULATING:
             if not self.in_flight:
                 raise ProtocolError(f"{task} completed, but no forward was in flight")
             self.in_flight -= 1

@@ -98,6 +98,11 @@ class Config:
             deterministic=self.deterministic,
         )
 
+    @property
+    def splits(self) -> bool:
+        """Whether the hint splits backwards into I and W."""
+        return self.order.splits
+
     def check_order(self, topology: Topology) -> None:
         """Check a listed hint against the pipeline, before anything starts.
 

@@ -63,7 +63,7 @@ class Dispatcher:
         self._session = session
         self._context = TaskContext(stages, world.device, wires.transfer.export)
         self._ready_set = ReadySet(topology, world.rank, deterministic=config.deterministic)
-        limit = make_limit(config.limit, topology, world.rank)
+        limit = make_limit(config.limit, topology, world.rank, split=config.splits)
         self._backpressure = Backpressure(limit, chunks=topology.chunks)
         order = make_order(config.order, topology, world.rank, config.execution)
         self._arbiter = Arbiter(order, self._backpressure)
@@ -171,7 +171,8 @@ class Dispatcher:
         self._training = request.training
         for stage in self._stages.values():
             stage.begin_step(self._stage_inputs(stage, request, batch, arguments, sizes))
-        tasks = self._ready_set.begin_step(len(sizes), backward=request.training)
+        split = [stage.index for stage in self._stages.values() if stage.splits]
+        tasks = self._ready_set.begin_step(len(sizes), backward=request.training, split=split)
         self._arbiter.begin_step(tasks)
         self._arbiter.add(self._ready_set.ready_now())
         held, self._held = self._held, deque()

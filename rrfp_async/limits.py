@@ -67,10 +67,13 @@ class AutoLimit(Limit):
     long as a task, a forward's place is taken for about a(1 + r) microbatches. The limit is that,
     at least half as much again where transfers are quick (tasks vary in length), at most twice a,
     and eight more. r is what this rank measured in the last step, and may rise within this one.
+
+    Where the backward is split, W waits until a rank has nothing else to do. Later ranks have as
+    much of it as early ones, so there a is the whole depth on every rank.
     """
 
-    def __init__(self, stages_to_end: int) -> None:
-        self._stages = stages_to_end
+    def __init__(self, stages: int) -> None:
+        self._stages = stages
         self._ratio = 0.0
         self._forget()
 
@@ -111,9 +114,11 @@ class AutoLimit(Limit):
         self._tasks = self._transfers = 0
 
 
-def make_limit(limit: int | Literal["auto"], topology: Topology, rank: int) -> Limit:
-    """The limit of `rank`, as set in the config."""
+def make_limit(
+    limit: int | Literal["auto"], topology: Topology, rank: int, *, split: bool = False
+) -> Limit:
+    """The limit of `rank`, as set in the config; `split` tells whether backwards are split."""
     if limit == "auto":
-        first = min(topology.stages_of(rank))
-        return AutoLimit(topology.depth_after(first) + 1)
+        to_end = topology.depth_after(min(topology.stages_of(rank))) + 1
+        return AutoLimit(topology.depth if split else to_end)
     return FixedLimit(limit)

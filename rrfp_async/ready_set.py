@@ -5,7 +5,7 @@ ready. What the needs carry (tensors) and which ready task runs next are not kno
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from rrfp_async.errors import ProtocolError
@@ -36,10 +36,11 @@ Need = Activation | Gradient | TaskId
 class ReadySet:
     """Tracks the needs of one rank's tasks through one step after another.
 
-    F needs every in-edge's activation. B needs the local F and every out-edge's gradient. With
-    `deterministic`, B of a microbatch also needs the stage's B of the one before: gradients are
-    then accumulated in microbatch order whatever the dispatch order was, and since this gates
-    readiness, not choice, nothing ever waits with a task in hand.
+    F needs every in-edge's activation. B needs the local F and every out-edge's gradient; where
+    the backward is split, I needs those and W needs I. With `deterministic`, B (split: W) of a
+    microbatch also needs the stage's B (W) of the one before: gradients are then accumulated in
+    microbatch order whatever the dispatch order was, and since this gates readiness, not choice,
+    nothing ever waits with a task in hand.
     """
 
     def __init__(self, topology: Topology, rank: int, *, deterministic: bool) -> None:
@@ -49,8 +50,12 @@ class ReadySet:
         self._missing: dict[TaskId, set[Need]] = {}
         self._waiting: dict[Need, list[TaskId]] = {}
 
-    def begin_step(self, microbatches: int, *, backward: bool) -> tuple[TaskId, ...]:
+    def begin_step(
+        self, microbatches: int, *, backward: bool, split: Collection[int] = ()
+    ) -> tuple[TaskId, ...]:
         """Set up a step of `microbatches` forwards, and as many backwards if `backward`.
+
+        The stages in `split` have two tasks, I and W, for each of these.
 
         Returns:
             Every task of the step on this rank. The ones with no needs are ready: ask `ready_now`.
@@ -62,7 +67,15 @@ class ReadySet:
             raise ProtocolError(f"a step began while {self.summary()}")
         for stage in self._stages:
             for microbatch in range(microbatches):
-                self._missing.update(self._needs_of(stage, microbatch, backward=backward))
+                self._missing[TaskId(stage, TaskKind.F, microbatch)] = {
+                    Activation(edge, microbatch) for edge in self._topology.in_edges(stage)
+                }
+                if backward:
+                    self._missing.update(
+                        self._split_backward(stage, microbatch)
+                        if stage in split
+                        else self._full_backward(stage, microbatch)
+                    )
         self._waiting = self._invert()
         return tuple(self._missing)
 
@@ -125,17 +138,27 @@ class ReadySet:
         self._missing.clear()
         self._waiting.clear()
 
-    def _needs_of(
-        self, stage: int, microbatch: int, *, backward: bool
-    ) -> Iterable[tuple[TaskId, set[Need]]]:
-        forward = TaskId(stage, TaskKind.F, microbatch)
-        yield forward, {Activation(e, microbatch) for e in self._topology.in_edges(stage)}
-        if backward:
-            needs: set[Need] = {Gradient(e, microbatch) for e in self._topology.out_edges(stage)}
-            needs.add(forward)
-            if self._deterministic and microbatch > 0:
-                needs.add(TaskId(stage, TaskKind.B, microbatch - 1))
-            yield TaskId(stage, TaskKind.B, microbatch), needs
+    def _full_backward(self, stage: int, microbatch: int) -> Iterable[tuple[TaskId, set[Need]]]:
+        task = TaskId(stage, TaskKind.B, microbatch)
+        yield task, self._gradients(stage, microbatch) | self._turn(task)
+
+    def _split_backward(self, stage: int, microbatch: int) -> Iterable[tuple[TaskId, set[Need]]]:
+        for_inputs = TaskId(stage, TaskKind.I, microbatch)
+        for_weights = TaskId(stage, TaskKind.W, microbatch)
+        yield for_inputs, self._gradients(stage, microbatch)
+        yield for_weights, {for_inputs} | self._turn(for_weights)
+
+    def _gradients(self, stage: int, microbatch: int) -> set[Need]:
+        """What every backward needs: the local forward, and what comes back for it."""
+        needs: set[Need] = {Gradient(e, microbatch) for e in self._topology.out_edges(stage)}
+        needs.add(TaskId(stage, TaskKind.F, microbatch))
+        return needs
+
+    def _turn(self, task: TaskId) -> set[Need]:
+        """What `task` needs so that gradients are accumulated in microbatch order."""
+        if not self._deterministic or task.microbatch == 0:
+            return set()
+        return {TaskId(task.stage, task.kind, task.microbatch - 1)}
 
     def _invert(self) -> dict[Need, list[TaskId]]:
         waiting: defaultdict[Need, list[TaskId]] = defaultdict(list)

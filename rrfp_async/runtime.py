@@ -101,7 +101,9 @@ class Runtime:
     ) -> None:
         self._world = world
         self._config = config
-        self._stages = build_stages(stages, world.topology, world.rank, loss_fn)
+        self._stages = build_stages(
+            stages, world.topology, world.rank, loss_fn, split=config.splits
+        )
         config.check_order(world.topology)
         self._takes_inputs = any(stage.is_source for stage in self._stages.values())
         self._needs_target = any(stage.is_last for stage in self._stages.values())

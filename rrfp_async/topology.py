@@ -122,6 +122,11 @@ class Topology:
         """Edges out of `stage` in the order their gradients are summed."""
         return self._out[stage]
 
+    @property
+    def depth(self) -> int:
+        """How many stages lie on the longest way through the graph."""
+        return max(self._after.values()) + 1
+
     def depth_after(self, stage: int) -> int:
         """How many stages follow `stage` on the longest way to the last one."""
         return self._after[stage]

@@ -49,6 +49,9 @@ class HintOrder(ABC):
         """
         return type(self).__name__
 
+    splits = False
+    """Whether backwards are split into I (input gradient) and W (weight gradient)."""
+
     @property
     def fixed_peak(self) -> int | None:
         """The most forwards in flight in this step, for an order that is executed as it stands.

@@ -6,7 +6,7 @@ microbatch order if that is wanted. Costs are linear in the tasks.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rrfp_async.ids import TaskId, TaskKind
@@ -15,7 +15,8 @@ from rrfp_async.topology import Topology
 Row = Callable[[int], str]
 """Names where the list of a rank stands."""
 
-_BACKWARD_KINDS = (TaskKind.B,)
+_ACCUMULATING = (TaskKind.B, TaskKind.W)
+_SPLIT = (TaskKind.I, TaskKind.W)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,11 @@ class Rules:
     complete: bool
     deterministic: bool
 
-    @property
-    def kinds(self) -> tuple[TaskKind, ...]:
-        """The kinds of the step's tasks."""
-        return (TaskKind.F, *_BACKWARD_KINDS) if self.training else (TaskKind.F,)
+    def kinds(self, *, split: bool) -> tuple[TaskKind, ...]:
+        """The kinds of a stage's tasks, whose backward is split or not."""
+        if not self.training:
+            return (TaskKind.F,)
+        return (TaskKind.F, *_SPLIT) if split else (TaskKind.F, TaskKind.B)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +67,41 @@ def checked_plan(
             f"{row(0)}: there are {len(orders)} lists for {topology.world_size} ranks: give one "
             f"row for each rank"
         )
+    split = split_stages(orders) if rules.training else frozenset()
     wanted = tuple(
-        tuple(order if rules.training else (t for t in order if t.kind is TaskKind.F))
-        for order in orders
+        as_split(order, split) if rules.training else _forwards(order) for order in orders
     )
-    checks = _RowChecks(topology, microbatches, rules, row)
+    checks = _RowChecks(topology, microbatches, rules, row, split)
     for rank, order in enumerate(wanted):
         checks.check(rank, order)
     if rules.binding:
-        _check_feasible(wanted, topology, row)
+        _check_feasible(_Execution(wanted, topology, split), row)
     return Plan(wanted, tuple(map(peak_of, wanted)))
+
+
+def split_stages(orders: Iterable[Iterable[TaskId]]) -> frozenset[int]:
+    """The stages whose backward is listed as I and W."""
+    return frozenset(task.stage for order in orders for task in order if task.kind in _SPLIT)
+
+
+def as_split(order: Iterable[TaskId], split: Collection[int]) -> tuple[TaskId, ...]:
+    """`order` with the backwards of the stages in `split` as I and W, of others as B.
+
+    A B stands for I and W after it; without a split, B stands where I is listed.
+    """
+    tasks = []
+    for task in order:
+        if task.kind is TaskKind.F or (task.kind in _SPLIT) == (task.stage in split):
+            tasks.append(task)
+        elif task.stage in split:
+            tasks += [TaskId(task.stage, kind, task.microbatch) for kind in _SPLIT]
+        elif task.kind is TaskKind.I:
+            tasks.append(TaskId(task.stage, TaskKind.B, task.microbatch))
+    return tuple(tasks)
+
+
+def _forwards(order: Iterable[TaskId]) -> tuple[TaskId, ...]:
+    return tuple(task for task in order if task.kind is TaskKind.F)
 
 
 def peak_of(order: Iterable[TaskId]) -> int:
@@ -84,7 +111,7 @@ def peak_of(order: Iterable[TaskId]) -> int:
         if task.kind is TaskKind.F:
             in_flight += 1
             peak = max(peak, in_flight)
-        else:
+        elif task.kind in _ACCUMULATING:
             in_flight -= 1
     return peak
 
@@ -97,6 +124,7 @@ class _RowChecks:
     microbatches: int
     rules: Rules
     row: Row
+    split: frozenset[int]
 
     def check(self, rank: int, order: Sequence[TaskId]) -> None:
         """Raise for the first fault of the list of `rank`."""
@@ -118,17 +146,21 @@ class _RowChecks:
         if task.microbatch >= self.microbatches:
             last = self.microbatches - 1
             return f"the step has the microbatches 0 to {last}: list only those"
-        if task.kind not in self.rules.kinds:
-            letters = ", ".join(kind.value for kind in self.rules.kinds)
-            return f"the step has tasks of the kinds {letters}: list only those"
+        kinds = self._kinds(task.stage)
+        if task.kind not in kinds:
+            letters = ", ".join(kind.value for kind in kinds)
+            return f"the stage has tasks of the kinds {letters}: list only those"
         if task in seen:
             return "it stands there a second time: list every task once"
         return None
 
+    def _kinds(self, stage: int) -> tuple[TaskKind, ...]:
+        return self.rules.kinds(split=stage in self.split)
+
     def _check_complete(self, rank: int, seen: set[TaskId]) -> None:
         for stage in self.topology.stages_of(rank):
             for microbatch in range(self.microbatches):
-                for kind in self.rules.kinds:
+                for kind in self._kinds(stage):
                     task = TaskId(stage, kind, microbatch)
                     if task not in seen:
                         raise ValueError(
@@ -138,13 +170,13 @@ class _RowChecks:
     def _check_accumulation(self, rank: int, order: Iterable[TaskId]) -> None:
         last: dict[int, TaskId] = {}
         for task in order:
-            if task.kind not in _BACKWARD_KINDS:
+            if task.kind not in _ACCUMULATING:
                 continue
             before = last.get(task.stage)
             if before is not None and before.microbatch > task.microbatch:
                 raise ValueError(
                     f"{self.row(rank)}: {before} stands before {task}, but gradients are "
-                    f"accumulated in microbatch order: list backwards in that order, or set "
+                    f"accumulated in microbatch order: list them in that order, or set "
                     f"deterministic=False"
                 )
             last[task.stage] = task
@@ -153,8 +185,11 @@ class _RowChecks:
 class _Execution:
     """Lists executed without time: who is where, and what waits for what."""
 
-    def __init__(self, orders: Sequence[Sequence[TaskId]], topology: Topology) -> None:
+    def __init__(
+        self, orders: Sequence[Sequence[TaskId]], topology: Topology, split: frozenset[int]
+    ) -> None:
         self.orders = orders
+        self._split = split
         self.place = [0] * len(orders)
         self._topology = topology
         self._done: set[TaskId] = set()
@@ -196,9 +231,13 @@ class _Execution:
             for edge in self._topology.in_edges(stage):
                 yield TaskId(edge.source, TaskKind.F, microbatch)
             return
+        if task.kind is TaskKind.W:
+            yield TaskId(stage, TaskKind.I, microbatch)
+            return
         yield TaskId(stage, TaskKind.F, microbatch)
         for edge in self._topology.out_edges(stage):
-            yield TaskId(edge.target, task.kind, microbatch)
+            kind = TaskKind.I if edge.target in self._split else TaskKind.B
+            yield TaskId(edge.target, kind, microbatch)
 
     def _served_by(self, task: TaskId) -> Iterator[int]:
         if task.kind is TaskKind.F:
@@ -206,10 +245,10 @@ class _Execution:
         return (self._rows[edge.source] for edge in self._topology.in_edges(task.stage))
 
 
-def _check_feasible(orders: Sequence[Sequence[TaskId]], topology: Topology, row: Row) -> None:
-    execution = _Execution(orders, topology)
+def _check_feasible(execution: _Execution, row: Row) -> None:
     if execution.run():
         return
+    orders = execution.orders
     rank = next(rank for rank in range(len(orders)) if execution.head(rank) is not None)
     chain: list[str] = []
     visited: set[int] = set()

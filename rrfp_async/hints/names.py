@@ -7,7 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from rrfp_async.hints.base import HintOrder
-from rrfp_async.hints.published import PublishedSchedule, gpipe, one_forward_one_backward
+from rrfp_async.hints.published import (
+    PublishedSchedule,
+    gpipe,
+    one_forward_one_backward,
+    zero_bubble_h1,
+)
 from rrfp_async.hints.recorded import from_torch, is_torch_schedule, read_csv, read_log
 from rrfp_async.hints.rounds import DirectionPriority, RoundHint
 from rrfp_async.hints.schedule import Execution, ListedOrder, Schedule
@@ -28,6 +33,10 @@ HINTS: Mapping[str, NamedHint] = MappingProxyType(
             "rounds of one backward, then one forward: the default",
             lambda: RoundHint(forward_first=False),
         ),
+        "bfw": NamedHint(
+            "as bf with the backward split: weight gradients only where nothing else is ready",
+            lambda: RoundHint(forward_first=False, splits=True),
+        ),
         "fb": NamedHint(
             "rounds of one forward, then one backward", lambda: RoundHint(forward_first=True)
         ),
@@ -43,6 +52,10 @@ HINTS: Mapping[str, NamedHint] = MappingProxyType(
         "1f1b": NamedHint(
             "a list: forwards until the pipeline is full, then backward and forward in turn",
             lambda: PublishedSchedule("1f1b", one_forward_one_backward),
+        ),
+        "zb-h1": NamedHint(
+            "a list: 1f1b with the backward split and weight gradients put off, at 1f1b's memory",
+            lambda: PublishedSchedule("zb-h1", zero_bubble_h1, splits=True),
         ),
     }
 )

@@ -2,6 +2,8 @@
 
 GPipe (arXiv 1811.06965) runs all forwards, then all backwards. 1F1B (PipeDream-flush, arXiv
 2006.09503; Megatron-LM, arXiv 2104.04473) runs as many forwards as stages follow, then alternates.
+ZB-H1 (Zero Bubble, arXiv 2401.10241) is 1F1B with the backward split; stage s puts its weight
+gradients off by s microbatches, which fills the pipeline's end and keeps 1F1B's largest peak.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +19,9 @@ Generate = Callable[[Topology, int, int], list[TaskId]]
 class PublishedSchedule(Schedule):
     """A schedule that a rule generates, rank by rank."""
 
-    def __init__(self, name: str, generate: Generate) -> None:
+    def __init__(self, name: str, generate: Generate, *, splits: bool = False) -> None:
         super().__init__()
+        self.splits = splits
         self._name = name
         self._generate = generate
 
@@ -56,6 +59,22 @@ def one_forward_one_backward(topology: Topology, rank: int, microbatches: int) -
     order = [TaskId(stage, TaskKind.F, index) for index in range(warm_up)]
     for index in range(microbatches):
         order.append(TaskId(stage, TaskKind.B, index))
+        if warm_up + index < microbatches:
+            order.append(TaskId(stage, TaskKind.F, warm_up + index))
+    return order
+
+
+def zero_bubble_h1(topology: Topology, rank: int, microbatches: int) -> list[TaskId]:
+    """As 1F1B with I for B, and W of a microbatch as many places later as stages come before."""
+    [stage] = topology.stages_of(rank)
+    warm_up = min(microbatches, topology.depth_after(stage) + 1)
+    put_off = topology.depth - topology.depth_after(stage) - 1
+    order = [TaskId(stage, TaskKind.F, index) for index in range(warm_up)]
+    for index in range(microbatches + put_off):
+        if index < microbatches:
+            order.append(TaskId(stage, TaskKind.I, index))
+        if index >= put_off:
+            order.append(TaskId(stage, TaskKind.W, index - put_off))
         if warm_up + index < microbatches:
             order.append(TaskId(stage, TaskKind.F, warm_up + index))
     return order

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rrfp_async.hints.checks import split_stages
 from rrfp_async.hints.schedule import Schedule
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.topology import Topology
@@ -35,6 +36,7 @@ class TableSchedule(Schedule):
         super().__init__()
         self._source = source
         self._orders = orders
+        self.splits = bool(split_stages(orders))
         self._name = f"csv of sha256 {_digest([orders])}"
 
     @property
@@ -99,6 +101,7 @@ class ReplayedSchedule(Schedule):
         super().__init__()
         self._folder = folder
         self._steps = steps
+        self.splits = any(split_stages(orders) for orders in steps)
         self._name = f"replay of sha256 {_digest(steps)}"
 
     @property

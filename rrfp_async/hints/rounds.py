@@ -1,4 +1,4 @@
-"""The dynamic orders: rounds of one task per direction (BF, FB), and one direction first.
+"""The dynamic orders: rounds of one task per direction (BF, FB, BFW), and one direction first.
 
 From arXiv 2605.18750, hint orders. Which direction is due follows from what was dispatched last,
 so these have no list of positions (rounds) or a trivial one (priorities).
@@ -10,25 +10,32 @@ from rrfp_async.hints.base import Admissible, HintOrder
 from rrfp_async.hints.ranked import RankedHint, RankedQueue, direction_rank, take
 from rrfp_async.ids import TaskId, TaskKind
 
+_BACKWARD = (TaskKind.B, TaskKind.I)
+
 
 class RoundHint(HintOrder):
     """Rounds of one backward and one forward; a direction with nothing to run is passed over.
 
     The paper's BF and FB (arXiv 2605.18750, hint orders). What is tried first is the direction
-    that was not dispatched last, so the two differ only before a step's first dispatch.
+    that was not dispatched last, so the two differ only before a step's first dispatch. BFW is BF
+    with the backward split: a W, the oldest, only where neither direction has anything to run;
+    then a new round begins.
     """
 
-    def __init__(self, *, forward_first: bool) -> None:
+    def __init__(self, *, forward_first: bool, splits: bool = False) -> None:
+        self.splits = splits
         self._forward_first = forward_first
         self._forwards = RankedQueue(())
         self._backwards = RankedQueue(())
+        self._weights = RankedQueue(())
         self._forward_turn = forward_first
 
     def begin_step(self, tasks: Sequence[TaskId]) -> None:
         """Rank each direction on its own and start a new round."""
         ranked = sorted(tasks, key=direction_rank)
         self._forwards = RankedQueue([task for task in ranked if task.kind is TaskKind.F])
-        self._backwards = RankedQueue([task for task in ranked if task.kind is not TaskKind.F])
+        self._backwards = RankedQueue([task for task in ranked if task.kind in _BACKWARD])
+        self._weights = RankedQueue([task for task in ranked if task.kind is TaskKind.W])
         self._forward_turn = self._forward_first
 
     def add(self, task: TaskId) -> None:
@@ -36,25 +43,32 @@ class RoundHint(HintOrder):
         self._queue_of(task).add(task)
 
     def peek(self, admissible: Admissible) -> TaskId | None:
-        """The best task of the direction whose turn it is, else of the other."""
+        """The best task of the direction whose turn it is, else of the other, else a W."""
         first, second = self._turns()
-        return first.peek(admissible) or second.peek(admissible)
+        return first.peek(admissible) or second.peek(admissible) or self._weights.peek(admissible)
 
     def commit(self, task: TaskId) -> None:
-        """Take `task` out and give the turn to the other direction."""
+        """Take `task` out and give the turn to the other direction; W begins a new round."""
         self._queue_of(task).remove(task)
-        self._forward_turn = task.kind is not TaskKind.F
+        if task.kind is TaskKind.W:
+            self._forward_turn = self._forward_first
+        else:
+            self._forward_turn = task.kind is not TaskKind.F
 
     def ahead_of(self, task: TaskId | None, most: int) -> list[TaskId]:
         """What the round would rather have run."""
-        first, second = self._turns()
-        if task is not None and task in first:
-            return take(first.ahead_of(task), most)
-        ahead = take(first.ahead_of(None), most)
-        return ahead + take(second.ahead_of(task), most - len(ahead))
+        ahead: list[TaskId] = []
+        for queue in (*self._turns(), self._weights):
+            last = task is not None and task in queue
+            ahead += take(queue.ahead_of(task if last else None), most - len(ahead))
+            if last:
+                break
+        return ahead
 
     def _queue_of(self, task: TaskId) -> RankedQueue:
-        return self._forwards if task.kind is TaskKind.F else self._backwards
+        if task.kind is TaskKind.F:
+            return self._forwards
+        return self._weights if task.kind is TaskKind.W else self._backwards
 
     def _turns(self) -> tuple[RankedQueue, RankedQueue]:
         if self._forward_turn:

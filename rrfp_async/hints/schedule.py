@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rrfp_async.hints.base import Admissible, HintOrder
-from rrfp_async.hints.checks import Plan, Rules, checked_plan
+from rrfp_async.hints.checks import Plan, Rules, as_split, checked_plan, peak_of
 from rrfp_async.hints.ranked import RankedQueue, direction_rank, take
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.topology import Topology
@@ -21,12 +21,14 @@ class Schedule(ABC):
 
     Attributes:
         binds: Whether it is executed as it stands where `binding` is not given.
+        splits: Whether it splits backwards into I and W.
         complete: Whether a list must hold every task of its rank; otherwise those it lacks rank
             last, unless it is executed as it stands.
     """
 
     binds = False
     complete = True
+    splits = False
 
     def __init__(self) -> None:
         self._topology: Topology | None = None
@@ -100,6 +102,7 @@ class ListedOrder(HintOrder):
     def __init__(
         self, schedule: Schedule, topology: Topology, rank: int, execution: Execution
     ) -> None:
+        self.splits = schedule.splits
         self._schedule = schedule
         self._topology = topology
         self._rank = rank
@@ -128,12 +131,13 @@ class ListedOrder(HintOrder):
         training = any(task.kind is not TaskKind.F for task in tasks)
         rules = self._execution.rules(self._schedule, training=training)
         plan = self._schedule.plan(self._topology, microbatches, self._step, rules)
-        listed = plan.orders[self._rank]
+        split = {task.stage for task in tasks if task.kind is TaskKind.W}
+        listed = as_split(plan.orders[self._rank], split)  # a stage may be unable to split
         if len(listed) < len(tasks):
             left_over = set(tasks).difference(listed)
             listed = (*listed, *sorted(left_over, key=direction_rank))
         self._queue = RankedQueue(listed)
-        self._peak = plan.peaks[self._rank]
+        self._peak = peak_of(listed)
         self._step += 1
 
     def add(self, task: TaskId) -> None:

@@ -130,7 +130,9 @@ class VirtualCluster:
             world=world,
             wires=wires,
             config=self._config,
-            stages={rank: CostModelStage(rank, self._topology, self._costs)},
+            stages={
+                rank: CostModelStage(rank, self._topology, self._costs, split=self._config.splits)
+            },
             trace=resources.enter_context(open_trace(self._config.trace_dir, rank)),
             session=session,
         )

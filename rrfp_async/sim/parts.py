@@ -16,7 +16,7 @@ from rrfp_async.gpu.loopback import LoopbackFabric, LoopbackTransfer
 from rrfp_async.gpu.transfer import spec_of
 from rrfp_async.ids import Edge, Link, TaskId
 from rrfp_async.sim.costs import Costs
-from rrfp_async.tasks.stage import Export, Outgoing, Stage
+from rrfp_async.tasks.stage import Export, Outgoing, Stage, StageInputs
 from rrfp_async.topology import Topology
 
 _CPU = torch.device("cpu")
@@ -25,11 +25,20 @@ _CPU = torch.device("cpu")
 class CostModelStage(Stage):
     """A stage without a module: what its tasks send is the delay of the sending."""
 
-    def __init__(self, index: int, topology: Topology, costs: Costs) -> None:
+    def __init__(self, index: int, topology: Topology, costs: Costs, *, split: bool) -> None:
         super().__init__(index, torch.nn.Identity(), topology, None)
+        self._split = split
         self._activations = torch.tensor(costs.activation_delay_s[index], dtype=torch.float64)
         self._gradients = torch.tensor(costs.gradient_delay_s[index], dtype=torch.float64)
         self._spec = spec_of(self._activations[0])
+
+    @property
+    def splits(self) -> bool:
+        """As the hint wants."""
+        return self._split
+
+    def begin_step(self, inputs: StageInputs) -> None:
+        """There is nothing to set up."""
 
     def forward(
         self,
@@ -48,6 +57,16 @@ class CostModelStage(Stage):
     ) -> tuple[Outgoing, ...]:
         """Send something back along every edge."""
         return self._to(self._in_edges, self._gradients[microbatch])
+
+    def backward_input(
+        self, microbatch: int, gradients: list[list[torch.Tensor | None]], export: Export
+    ) -> tuple[Outgoing, ...]:
+        """As `backward`."""
+        return self.backward(microbatch, gradients, export)
+
+    def backward_weight(self, microbatch: int) -> tuple[Outgoing, ...]:  # noqa: ARG002
+        """Nothing is sent."""
+        return ()
 
     def _to(self, edges: Sequence[Edge], delay_s: torch.Tensor) -> tuple[Outgoing, ...]:
         return tuple(Outgoing.of(edge, (self._spec,), (delay_s,)) for edge in edges)

@@ -20,8 +20,12 @@ def build_stages(
     topology: Topology,
     rank: int,
     loss_fn: LossFn | None,
+    *,
+    split: bool = False,
 ) -> dict[int, Stage]:
-    """The stages of `rank`, by index.
+    """The stages of `rank`, by index; with `split`, their backwards in two where that is possible.
+
+    One that cannot be split is warned of.
 
     Raises:
         ValueError: If `stages` is not one module for each stage that the rank owns, or a first
@@ -43,11 +47,12 @@ def build_stages(
                 f"a stage of rank {rank} is a {type(module).__name__}: give an nn.Module"
             )
     built = {
-        index: Stage(index, module, topology, loss_fn)
+        index: Stage(index, module, topology, loss_fn, split=split)
         for index, module in zip(owned, modules, strict=True)
     }
     for stage in built.values():
         _check_reserved(stage)
+        stage.warn_if_whole()
     return built
 
 

@@ -57,6 +57,20 @@ async def backward(context: TaskContext, task: TaskId) -> Outcome:
     return await _compute(context, task, compute)
 
 
+async def backward_input(context: TaskContext, task: TaskId) -> Outcome:
+    """I: send back the gradients of the stage's inputs; its parameters' are left for W."""
+    stage = context.stages[task.stage]
+    gradients = stage.take_gradients(task.microbatch)
+    compute = partial(stage.backward_input, task.microbatch, gradients, context.export)
+    return await _compute(context, task, compute)
+
+
+async def backward_weight(context: TaskContext, task: TaskId) -> Outcome:
+    """W: accumulate the gradients that I of the microbatch left."""
+    compute = partial(context.stages[task.stage].backward_weight, task.microbatch)
+    return await _compute(context, task, compute)
+
+
 async def _compute(
     context: TaskContext, task: TaskId, compute: Callable[[], tuple[Outgoing, ...]]
 ) -> Outcome:
@@ -65,6 +79,11 @@ async def _compute(
 
 
 KINDS: Mapping[TaskKind, TaskFunction] = MappingProxyType(
-    {TaskKind.F: forward, TaskKind.B: backward}
+    {
+        TaskKind.F: forward,
+        TaskKind.B: backward,
+        TaskKind.I: backward_input,
+        TaskKind.W: backward_weight,
+    }
 )
 """The function of every kind."""

@@ -5,17 +5,20 @@ thread; they share no state but the module and the saved graphs, which only the 
 A stage does not know when it runs or where its results go beyond their edges.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from rrfp_async.errors import TransferError
+from rrfp_async.errors import ProtocolError, TransferError
 from rrfp_async.gpu.transfer import spec_of
 from rrfp_async.ids import Edge, TaskId, TensorSpec
 from rrfp_async.tasks.batch import Arguments
+from rrfp_async.tasks.split import Deferral, Deferred, split_support
 from rrfp_async.topology import Topology
 
 Export = Callable[[torch.Tensor], torch.Tensor]
@@ -86,6 +89,7 @@ class _Saved:
 
     inputs: list[list[torch.Tensor]]  # per in-edge, leaves
     roots: tuple[torch.Tensor, ...]
+    deferred: Deferred | None
 
 
 @dataclass(slots=True)
@@ -96,6 +100,7 @@ class _Memory:
     activations: dict[tuple[Edge, int], list[torch.Tensor]] = field(default_factory=dict)
     gradients: dict[tuple[Edge, int], list[torch.Tensor | None]] = field(default_factory=dict)
     saved: dict[int, _Saved] = field(default_factory=dict)
+    deferred: dict[int, Deferred] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
@@ -107,10 +112,20 @@ class Stage:
     """One stage of the pipeline on the rank that owns it."""
 
     def __init__(
-        self, index: int, module: torch.nn.Module, topology: Topology, loss_fn: LossFn | None
+        self,
+        index: int,
+        module: torch.nn.Module,
+        topology: Topology,
+        loss_fn: LossFn | None,
+        *,
+        split: bool = False,
     ) -> None:
         self.index = index
         self.module = module
+        self.split_support = split_support(module)
+        self._wants_split = split
+        self._deferral: Deferral | None = None
+        self._looked_closer = False
         self.is_source = topology.is_source(index)
         self.is_last = index == topology.last_stage
         self._in_edges = topology.in_edges(index)
@@ -121,9 +136,15 @@ class Stage:
         self._modes: list[tuple[torch.nn.Module, bool]] = []
 
     @property
+    def splits(self) -> bool:
+        """Whether the stage's backward is I and W, not B: wanted, and possible."""
+        possible = self._wants_split and self.split_support.mode == "deferral"
+        return possible and any(p.requires_grad for p in self.module.parameters())
+
+    @property
     def open_microbatches(self) -> int:
-        """Microbatches whose forward has run and whose backward has not."""
-        return len(self._memory.saved)
+        """Microbatches whose forward has run and whose gradient is not yet accumulated."""
+        return len(self._memory.saved) + len(self._memory.deferred)
 
     @property
     def waiting_arrivals(self) -> int:
@@ -134,12 +155,18 @@ class Stage:
         """Set up a step. In evaluation the module is in eval mode until the step ends."""
         self._memory = _Memory(inputs)
         self._zero_pending = inputs.training and inputs.zero_gradients
+        if inputs.training and self.splits:
+            self._deferral = Deferral(self.module)
+            self._deferral.install()
         if not inputs.training:
             self._modes = [(module, module.training) for module in self.module.modules()]
             self.module.eval()
 
     def end_step(self) -> None:
-        """Forget the step, whole or broken, and restore the module's modes."""
+        """Forget the step, whole or broken, and restore the module's modes and layers."""
+        if self._deferral is not None:
+            self._deferral.remove()
+            self._deferral = None
         for module, mode in self._modes:
             module.training = mode
         self._modes = []
@@ -182,11 +209,13 @@ class Stage:
             if self.is_source
             else Arguments(tuple(_writable(leaf) for leaves in activations for leaf in leaves))
         )
-        with torch.set_grad_enabled(memory.inputs.training):
+        deferred = None if self._deferral is None else Deferred()
+        with torch.set_grad_enabled(memory.inputs.training), self._deferring(deferred):
             output = self.module(*arguments.args, **arguments.kwargs)
             roots = self._end(microbatch, output) if self.is_last else self._tensors_of(output)
         if memory.inputs.training:
-            memory.saved[microbatch] = _Saved(activations, roots)
+            memory.saved[microbatch] = _Saved(activations, roots, deferred)
+            self._look_closer(roots)
         if self.is_last:
             return ()
         specs = tuple(spec_of(root) for root in roots)
@@ -198,17 +227,36 @@ class Stage:
         self, microbatch: int, gradients: list[list[torch.Tensor | None]], export: Export
     ) -> tuple[Outgoing, ...]:
         """Accumulate the module's gradients and return those of its inputs, per in-edge."""
-        if self._zero_pending:
-            self.module.zero_grad(set_to_none=True)
-            self._zero_pending = False
+        self._zero_once()
         saved = self._memory.saved.pop(microbatch)
         roots, seeds = self._seeds(saved.roots, gradients)
         if roots:
             torch.autograd.backward(roots, seeds)
-        return tuple(
-            _outgoing_gradients(edge, leaves, export)
-            for edge, leaves in zip(self._in_edges, saved.inputs, strict=True)
+        return self._to_inputs([[leaf.grad for leaf in leaves] for leaves in saved.inputs], export)
+
+    def backward_input(
+        self, microbatch: int, gradients: list[list[torch.Tensor | None]], export: Export
+    ) -> tuple[Outgoing, ...]:
+        """I: return the gradients of the module's inputs, per in-edge; W finds the rest."""
+        saved = self._memory.saved.pop(microbatch)
+        if self._deferral is None or saved.deferred is None:
+            raise ProtocolError(f"stage {self.index} was not set up to split its backward")
+        self._memory.deferred[microbatch] = saved.deferred
+        roots, seeds = self._seeds(saved.roots, gradients)
+        leaves = [leaf for edge in saved.inputs for leaf in edge if leaf.requires_grad]
+        found: list[torch.Tensor | None] = [None] * len(leaves)
+        if roots:
+            found = self._deferral.backward_input(saved.deferred, roots, seeds, leaves)
+        of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
+        return self._to_inputs(
+            [[of.get(id(leaf)) for leaf in leaves] for leaves in saved.inputs], export
         )
+
+    def backward_weight(self, microbatch: int) -> tuple[Outgoing, ...]:
+        """W: accumulate the gradients of the module's parameters that I left."""
+        self._zero_once()
+        self._memory.deferred.pop(microbatch).accumulate()
+        return ()
 
     def losses(self) -> list[float]:
         """The loss of every microbatch, unweighted; empty without a target. On the device."""
@@ -218,6 +266,49 @@ class Stage:
     def outputs(self) -> list[Any]:
         """The kept outputs of every microbatch, detached; empty on other stages than the last."""
         return [self._memory.outputs[microbatch] for microbatch in sorted(self._memory.outputs)]
+
+    @contextmanager
+    def _deferring(self, deferred: Deferred | None) -> Iterator[None]:
+        if self._deferral is None or deferred is None:
+            yield
+            return
+        with self._deferral.forward(deferred):
+            yield
+
+    def _look_closer(self, roots: tuple[torch.Tensor, ...]) -> None:
+        """After the first forward ever, know what only a graph can tell."""
+        if self._deferral is None or self._looked_closer:
+            return
+        self._looked_closer = True
+        found = self._deferral.look_for_reentrant(roots)
+        if found is not None:
+            self.split_support = found
+            self.warn_if_whole()
+
+    def warn_if_whole(self) -> None:
+        """Warn, naming the stage, if its backward is to be split and cannot be."""
+        if self._wants_split and self.split_support.mode == "full":
+            warnings.warn(
+                f"the backward of stage {self.index} is not split, {self.split_support.reason}: "
+                f"it runs as a whole (B)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _zero_once(self) -> None:
+        """At a step's first accumulation, start from nothing where that was asked for."""
+        if self._zero_pending:
+            self.module.zero_grad(set_to_none=True)
+            self._zero_pending = False
+
+    def _to_inputs(
+        self, gradients: list[list[torch.Tensor | None]], export: Export
+    ) -> tuple[Outgoing, ...]:
+        """What goes back along every in-edge."""
+        return tuple(
+            _outgoing_gradients(edge, of_edge, export)
+            for edge, of_edge in zip(self._in_edges, gradients, strict=True)
+        )
 
     def _end(self, microbatch: int, output: Any) -> tuple[torch.Tensor, ...]:
         memory = self._memory
@@ -291,8 +382,9 @@ def _sum_present(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | Non
     return total
 
 
-def _outgoing_gradients(edge: Edge, leaves: list[torch.Tensor], export: Export) -> Outgoing:
-    gradients = [leaf.grad for leaf in leaves]
+def _outgoing_gradients(
+    edge: Edge, gradients: list[torch.Tensor | None], export: Export
+) -> Outgoing:
     specs = (None if gradient is None else spec_of(gradient) for gradient in gradients)
     present = (export(gradient) for gradient in gradients if gradient is not None)
     return Outgoing.of(edge, specs, present)

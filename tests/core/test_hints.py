@@ -70,7 +70,10 @@ def test_with_everything_ready_a_named_order_shows_its_character(hint: str, orde
 
 def test_the_known_names_are_the_papers_and_the_fields() -> None:
     """Exactly these; each call makes a new object."""
-    assert set(HINTS) == {"bf", "fb", "b-priority", "f-priority", "gpipe", "1f1b"}
+    assert set(HINTS) == {
+        *("bf", "bfw", "fb", "b-priority", "f-priority"),
+        *("gpipe", "1f1b", "zb-h1"),
+    }
     assert resolve_hint("bf") is not resolve_hint("bf")
 
 
