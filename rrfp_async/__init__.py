@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         TransferError,
     )
     from rrfp_async.gpu.delays import Delays
-    from rrfp_async.hints import Admissible, HintOrder, RankedHint
+    from rrfp_async.hints import Admissible, HintOrder, RankedHint, Schedule
     from rrfp_async.ids import Edge, TaskId, TaskKind
     from rrfp_async.launch import run, run_local
     from rrfp_async.runtime import Runtime, StepResult
@@ -43,6 +43,7 @@ _ROOM_OF = {
     "RankedHint": "hints",
     "RrfpError": "errors",
     "Runtime": "runtime",
+    "Schedule": "hints",
     "StateError": "errors",
     "StepFailed": "errors",
     "StepResult": "runtime",
@@ -72,6 +73,7 @@ __all__ = [
     "RankedHint",
     "RrfpError",
     "Runtime",
+    "Schedule",
     "StateError",
     "StepFailed",
     "StepResult",

@@ -97,7 +97,8 @@ class Arbiter:
         passed_over = tuple(self._hint.ahead_of(task, PASSED_OVER_MOST))
         if task is None:
             fixed = self._hint.fixed_peak is not None
-            reason = Reason.FIXED_ORDER if fixed else Reason.BACKPRESSURE
+            held_back = not fixed or self._ready.issuperset(passed_over)
+            reason = Reason.BACKPRESSURE if held_back else Reason.FIXED_ORDER
             return Decision(None, None, ready, passed_over, reason)
         reason = Reason.READY_FIRST if passed_over else Reason.FIRST
         return Decision(task, self._hint.position(task), ready, passed_over, reason)

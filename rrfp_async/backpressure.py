@@ -56,8 +56,9 @@ class Backpressure:
             ValueError: If an explicit limit is below that peak.
         """
         self._limit.begin_step()
-        self._kept = self._chunks if fixed_peak is None else 0
-        self.bound = self._bound() if fixed_peak is None else self._limit.for_peak(fixed_peak)
+        fixed = backward and fixed_peak is not None
+        self._kept = 0 if fixed else self._chunks
+        self.bound = self._limit.for_peak(fixed_peak or 0) if fixed else self._bound()
         self._undecided = [self._chunks] * microbatches
         self._oldest = 0
         self._backward = backward

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         app(None if arguments is None else list(arguments))
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return _tell(error, 2)
     except RrfpError as error:
         return _tell(error, 1)
@@ -58,10 +58,16 @@ def run_simulation(
     *,
     stages: Annotated[int | None, typer.Option(help="Stages, one per rank; default 8.")] = None,
     microbatches: Annotated[int | None, typer.Option(help="Microbatches; default 32.")] = None,
-    profile: Annotated[str, typer.Option(help=f"One of {', '.join(PROFILES)}.")] = "llm",
-    jitter: Annotated[str, typer.Option(help=f"One of {', '.join(JITTERS)}.")] = "J0",
-    delay: Annotated[float, typer.Option(help="Median transfer delay, seconds.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    profile: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(PROFILES)}; default llm.")
+    ] = None,
+    jitter: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(JITTERS)}; default J0.")
+    ] = None,
+    delay: Annotated[
+        float | None, typer.Option(help="Median transfer delay, seconds; default 0.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws; default 0.")] = None,
     costs: Annotated[
         Path | None, typer.Option(help="JSON tables instead of a profile, jitter and delay.")
     ] = None,
@@ -84,13 +90,14 @@ def run_simulation(
         drawn = draw_costs(
             stages=8 if stages is None else stages,
             microbatches=32 if microbatches is None else microbatches,
-            profile=profile,
-            jitter=jitter,
-            delay_s=delay,
-            seed=seed,
+            profile="llm" if profile is None else profile,
+            jitter="J0" if jitter is None else jitter,
+            delay_s=0.0 if delay is None else delay,
+            seed=0 if seed is None else seed,
         )
     else:
         drawn = read_costs(costs)
+        _warn_of_ignored(profile=profile, jitter=jitter, delay=delay, seed=seed)
         _check_size("stages", stages, drawn.stages)
         _check_size("microbatches", microbatches, drawn.microbatches)
     config = Config(
@@ -112,6 +119,12 @@ def run_simulation(
 def _check_size(name: str, given: int | None, found: int) -> None:
     if given is not None and given != found:
         raise ValueError(f"--{name} {given}, but --costs holds {found}: leave --{name} out")
+
+
+def _warn_of_ignored(**options: object) -> None:
+    given = ", ".join(f"--{name}" for name, value in options.items() if value is not None)
+    if given:
+        _print_error(f"warning: --costs says it all, so {given} has no effect: leave it out")
 
 
 def _limit(word: str) -> int | Literal["auto"]:
@@ -149,6 +162,9 @@ def _show(result: Result) -> None:
 
 
 def _tell(error: BaseException, status: int) -> int:
-    console = Console(stderr=True)
-    console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+    _print_error(f"error: {error}")
     return status
+
+
+def _print_error(text: str) -> None:
+    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)

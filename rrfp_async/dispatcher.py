@@ -250,6 +250,7 @@ class Dispatcher:
                     raise self._task_failed(error, task) from error
                 self._accounts.finished()
                 self._leave(task, outcome, finished_s)
+                self._wake.set()
 
     def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
         """The task has left the device: count its time there, and send what it made."""
@@ -301,7 +302,7 @@ class Dispatcher:
         self._journal.note("sent the result of", header.task)
         if header.task.kind is TaskKind.F:
             self._backpressure.send_closed()
-            self._wake.set()
+        self._wake.set()  # there may be room for a forward now
 
     async def _receive(self, header: Header, specs: list[TensorSpec]) -> None:
         try:

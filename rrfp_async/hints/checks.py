@@ -16,6 +16,7 @@ Row = Callable[[int], str]
 """Names where the list of a rank stands."""
 
 _ACCUMULATING = (TaskKind.B, TaskKind.W)
+_TOLD_MOST = 4
 _SPLIT = (TaskKind.I, TaskKind.W)
 
 
@@ -34,6 +35,11 @@ class Rules:
     binding: bool
     complete: bool
     deterministic: bool
+
+    @property
+    def in_order(self) -> bool:
+        """Whether backwards must be listed in microbatch order."""
+        return self.binding and self.deterministic
 
     def kinds(self, *, split: bool) -> tuple[TaskKind, ...]:
         """The kinds of a stage's tasks, whose backward is split or not."""
@@ -64,8 +70,8 @@ def checked_plan(
     """
     if len(orders) != topology.world_size:
         raise ValueError(
-            f"{row(0)}: there are {len(orders)} lists for {topology.world_size} ranks: give one "
-            f"row for each rank"
+            f"{row(len(orders) - 1)} is the last of {len(orders)} lists for {topology.world_size} "
+            f"ranks: give one row for each rank"
         )
     split = split_stages(orders) if rules.training else frozenset()
     wanted = tuple(
@@ -136,14 +142,14 @@ class _RowChecks:
             seen.add(task)
         if self.rules.complete:
             self._check_complete(rank, seen)
-        if self.rules.binding and self.rules.deterministic:
-            self._check_accumulation(rank, order)
+        if self.rules.in_order:
+            check_accumulation(order, self.row(rank))
 
     def _fault_of(self, task: TaskId, rank: int, seen: set[TaskId]) -> str | None:
         if task.stage not in self.topology.stages_of(rank):
             owned = list(self.topology.stages_of(rank))
             return f"rank {rank} owns the stages {owned}: list a task on its own rank"
-        if task.microbatch >= self.microbatches:
+        if not 0 <= task.microbatch < self.microbatches:
             last = self.microbatches - 1
             return f"the step has the microbatches 0 to {last}: list only those"
         kinds = self._kinds(task.stage)
@@ -167,19 +173,24 @@ class _RowChecks:
                             f"{self.row(rank)}: task {task} is missing: list every task once"
                         )
 
-    def _check_accumulation(self, rank: int, order: Iterable[TaskId]) -> None:
-        last: dict[int, TaskId] = {}
-        for task in order:
-            if task.kind not in _ACCUMULATING:
-                continue
-            before = last.get(task.stage)
-            if before is not None and before.microbatch > task.microbatch:
-                raise ValueError(
-                    f"{self.row(rank)}: {before} stands before {task}, but gradients are "
-                    f"accumulated in microbatch order: list them in that order, or set "
-                    f"deterministic=False"
-                )
-            last[task.stage] = task
+
+def check_accumulation(order: Iterable[TaskId], row: str) -> None:
+    """Refuse a list, executed as it stands, whose gradients come out of microbatch order.
+
+    Raises:
+        ValueError: Names the first pair.
+    """
+    last: dict[int, TaskId] = {}
+    for task in order:
+        if task.kind not in _ACCUMULATING:
+            continue
+        before = last.get(task.stage)
+        if before is not None and before.microbatch > task.microbatch:
+            raise ValueError(
+                f"{row}: {before} stands before {task}, but gradients are accumulated in "
+                f"microbatch order: list them in that order, or set deterministic=False"
+            )
+        last[task.stage] = task
 
 
 class _Execution:
@@ -250,20 +261,19 @@ def _check_feasible(execution: _Execution, row: Row) -> None:
         return
     orders = execution.orders
     rank = next(rank for rank in range(len(orders)) if execution.head(rank) is not None)
-    chain: list[str] = []
-    visited: set[int] = set()
-    while rank not in visited:
-        visited.add(rank)
+    waits: dict[int, str] = {}
+    while rank not in waits:
         head = execution.head(rank)
         need = None if head is None else execution.waits_for(head)
         if head is None or need is None:
             break
-        chain.append(f"{row(rank)}, entry {execution.place[rank]}: {head} waits for {need}")
+        waits[rank] = f"{row(rank)}, entry {execution.place[rank]}: {head} waits for {need}"
+        if execution.row_of(need) == rank:
+            waits[rank] += ", which the same row lists after it"
         rank = execution.row_of(need)
-        if need in orders[rank] and rank == execution.row_of(head):
-            chain[:] = [f"{chain[-1]}, which the same row lists after it"]
-            break
+    circle = list(waits.values())[list(waits).index(rank) if rank in waits else 0 :]
+    told = "; ".join(circle[:_TOLD_MOST]) + ("; ..." if len(circle) > _TOLD_MOST else "")
     raise ValueError(
-        f"{'; '.join(chain)}: executed as they stand, the lists wait for each other for ever; "
-        f"list every task after those it depends on"
+        f"{told}: executed as they stand, the lists wait for each other for ever; list every task "
+        f"after those it depends on"
     )

@@ -19,6 +19,9 @@ from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.topology import Topology
 
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
+_LOG = re.compile(r"rank\d+\.jsonl")
+_LOG_SCHEMA = 1
+"""The version of the records that can be replayed; trace/records.py writes it."""
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 Orders = Sequence[Sequence[TaskId]]
@@ -61,9 +64,11 @@ def read_csv(path: str | Path) -> TableSchedule:
     """
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            rows = [row for row in csv.reader(file) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+            rows = list(csv.reader(file))
+    except (OSError, ValueError, csv.Error) as error:
         raise ValueError(f"hint 'csv:{path}' cannot be read ({error}): name a CSV file") from error
+    while rows and not rows[-1]:
+        rows.pop()
     if not rows:
         raise ValueError(f"hint 'csv:{path}' is empty: give a row of actions for each rank")
     return TableSchedule(str(path), _parsed(str(path), rows))
@@ -81,6 +86,8 @@ def from_torch(schedule: Any) -> TableSchedule:
         ValueError: If it has none, or an action that is not known here.
     """
     kind = type(schedule).__name__
+    if kind == "Schedule1F1B":
+        kind += " (torch's own list lacks the last stage's first forward: use hint='1f1b')"
     order = schedule.pipeline_order
     if not order:
         raise ValueError(f"hint {kind} has no pipeline_order: use a schedule that lists its order")
@@ -91,7 +98,7 @@ def from_torch(schedule: Any) -> TableSchedule:
 class ReplayedSchedule(Schedule):
     """The tasks that an earlier run dispatched, step by step; executed as they stand by default.
 
-    Steps after the recorded ones repeat the last recorded one.
+    Steps after the recorded ones repeat the last recorded one of their mode.
     """
 
     binds = True
@@ -102,6 +109,10 @@ class ReplayedSchedule(Schedule):
         self._folder = folder
         self._steps = steps
         self.splits = any(split_stages(orders) for orders in steps)
+        self._trains = [
+            any(task.kind is not TaskKind.F for order in orders for task in order)
+            for orders in steps
+        ]
         self._name = f"replay of sha256 {_digest(steps)}"
 
     @property
@@ -127,18 +138,20 @@ class ReplayedSchedule(Schedule):
 
     def orders(self, topology: Topology, microbatches: int, step: int) -> Orders:  # noqa: ARG002
         """The lists of the step as recorded."""
-        return self._steps[self.version(step)]
+        return self._steps[step]
 
-    def version(self, step: int) -> int:
-        """The recorded step that stands for `step`."""
-        return min(step, len(self._steps) - 1)
+    def step_for(self, step: int, *, training: bool) -> int:
+        """The recorded step; after the last, the last one of that mode."""
+        if step < len(self._steps):
+            return step
+        same = [number for number, trains in enumerate(self._trains) if trains is training]
+        return same[-1] if same else len(self._steps) - 1
 
     def known_steps(self, microbatches: int) -> Iterable[tuple[int, int, bool]]:  # noqa: ARG002
         """Every recorded step, with as many microbatches as it had."""
         for step, orders in enumerate(self._steps):
-            tasks = [task for order in orders for task in order]
-            training = any(task.kind is not TaskKind.F for task in tasks)
-            yield step, 1 + max(task.microbatch for task in tasks), training
+            count = 1 + max(task.microbatch for order in orders for task in order)
+            yield step, count, self._trains[step]
 
 
 def read_log(folder: str | Path) -> ReplayedSchedule:
@@ -149,7 +162,12 @@ def read_log(folder: str | Path) -> ReplayedSchedule:
             no task.
     """
     folder = Path(folder)
-    count = len(list(folder.glob("rank*.jsonl")))
+    try:
+        count = sum(_LOG.fullmatch(path.name) is not None for path in folder.iterdir())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"hint 'replay:{folder}' cannot be read ({error}): name the trace_dir of an earlier run"
+        ) from error
     if not count:
         raise ValueError(
             f"hint 'replay:{folder}': there is no rank*.jsonl: name the trace_dir of an earlier run"
@@ -179,12 +197,20 @@ def _dispatches(path: Path) -> Iterable[tuple[int, TaskId]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if record["event"] == "dispatch" and record["task"] is not None:
-                yield int(record["step"]), TaskId.parse(record["task"])
-        except (ValueError, KeyError, TypeError) as error:
+            if record["event"] != "dispatch" or record["task"] is None:
+                continue
+            known = record["schema"] == _LOG_SCHEMA
+            step, task = int(record["step"]), TaskId.parse(record["task"])
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path}, line {number} is no record of a dispatch ({error!r}): replay a whole log"
             ) from error
+        if not known:
+            raise ValueError(
+                f"{path}, line {number} has schema {record['schema']!r}, only {_LOG_SCHEMA} can be "
+                f"replayed: record the run again with this release"
+            )
+        yield step, task
 
 
 def _parsed(source: str, rows: Sequence[Sequence[str]]) -> Orders:

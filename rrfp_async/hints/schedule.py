@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rrfp_async.hints.base import Admissible, HintOrder
-from rrfp_async.hints.checks import Plan, Rules, as_split, checked_plan, peak_of
-from rrfp_async.hints.ranked import RankedQueue, direction_rank, take
+from rrfp_async.hints.checks import Plan, Rules, as_split, check_accumulation, checked_plan, peak_of
+from rrfp_async.hints.ranked import RankedQueue, take
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.topology import Topology
 
@@ -48,7 +48,7 @@ class Schedule(ABC):
         Args:
             topology: The pipeline.
             microbatches: Of the step.
-            step: The step's number, from 0.
+            step: What `step_for` says of the step's number.
         """
 
     def row(self, rank: int) -> str:
@@ -67,15 +67,16 @@ class Schedule(ABC):
         """
         if self._topology is not topology:
             self._topology, self._plans = topology, {}
-        key = (microbatches, self.version(step), rules)
+        step = self.step_for(step, training=rules.training)
+        key = (microbatches, step, rules)
         if key not in self._plans:
             self._plans.clear()  # lists can be long, and steps mostly go on as they began
             orders = self.orders(topology, microbatches, step)
             self._plans[key] = checked_plan(orders, topology, microbatches, rules, self.row)
         return self._plans[key]
 
-    def version(self, step: int) -> int:  # noqa: ARG002 - a default
-        """Equal for steps that have the same lists."""
+    def step_for(self, step: int, *, training: bool) -> int:  # noqa: ARG002 - a default
+        """The step whose lists `step` takes; 0 where all have the same."""
         return 0
 
 
@@ -132,10 +133,13 @@ class ListedOrder(HintOrder):
         rules = self._execution.rules(self._schedule, training=training)
         plan = self._schedule.plan(self._topology, microbatches, self._step, rules)
         split = {task.stage for task in tasks if task.kind is TaskKind.W}
-        listed = as_split(plan.orders[self._rank], split)  # a stage may be unable to split
+        planned = plan.orders[self._rank]
+        listed = as_split(planned, split)  # a stage may be unable to split
+        if listed != planned and rules.in_order:
+            check_accumulation(listed, self._schedule.row(self._rank))
         if len(listed) < len(tasks):
-            left_over = set(tasks).difference(listed)
-            listed = (*listed, *sorted(left_over, key=direction_rank))
+            known = set(listed)
+            listed = (*listed, *(task for task in tasks if task not in known))
         self._queue = RankedQueue(listed)
         self._peak = peak_of(listed)
         self._step += 1

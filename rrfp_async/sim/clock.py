@@ -1,10 +1,12 @@
 """An event loop whose time is virtual: it passes only when nothing is left to do at an instant.
 
 Ordinary asyncio code runs on it, without files, sockets or threads. Instants are told apart from
-1e-10 s on, so that sums of the same durations in another order are one instant.
+1e-10 s on (after 10 virtual days, from what a float can tell apart), so that sums of the same
+durations in another order are one instant.
 """
 
 import asyncio
+import math
 from typing import Any, NoReturn
 
 _RESOLUTION_S = 1e-10
@@ -36,7 +38,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def select(self, timeout: float | None) -> list[Any]:
         """Let time pass, as far as it may; `timeout` is None when no timer runs."""
-        if self._ready or self._stopping:  # type: ignore[attr-defined] # asyncio's
+        if self._ready or self._stopping or self._is_due():  # type: ignore[attr-defined] # asyncio's
             return []
         if self._settling:
             settling, self._settling = self._settling, []
@@ -46,8 +48,14 @@ class VirtualLoop(asyncio.BaseEventLoop):
         elif timeout is None:
             self._stuck()
         else:
-            self._now_s = max(self._now_s, self._scheduled[0].when())  # type: ignore[attr-defined]
+            self._now_s = self._scheduled[0].when()  # type: ignore[attr-defined]
+            self._clock_resolution = max(_RESOLUTION_S, 2.0 * math.ulp(self._now_s))
         return []
+
+    def _is_due(self) -> bool:
+        """Whether a timer belongs to this instant."""
+        timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]
+        return bool(timers) and timers[0].when() < self._now_s + self._clock_resolution
 
     def _stuck(self) -> NoReturn:
         raise RuntimeError("nothing is left to happen on the virtual clock, and the program waits")

@@ -6,6 +6,8 @@ where the costs come from or what a result is compared with.
 
 import asyncio
 import gc
+import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ import torch
 from rrfp_async.bus.inproc import InprocHub
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
+from rrfp_async.errors import StateError
 from rrfp_async.gpu.loopback import LoopbackFabric
 from rrfp_async.session import Session
 from rrfp_async.sim.clock import VirtualLoop
@@ -27,7 +30,13 @@ from rrfp_async.topology import Topology
 from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import Connecting, Wires, World
 
+if sys.platform != "win32":
+    import resource
+
 T = TypeVar("T")
+
+_FILES_PER_TRACE = 2
+_OTHER_FILES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +74,14 @@ class VirtualCluster:
         done: Callable[[], None] = lambda: None,
     ) -> None:
         self._costs = costs
+        if not 0.0 <= dispatch_s < math.inf:
+            raise ValueError(
+                f"dispatch cost {dispatch_s} must be a finite number of seconds of at least 0"
+            )
+        tasks = 3 * costs.stages * costs.microbatches
+        longest_s = costs.total_s + tasks * dispatch_s
         self._config = replace(
-            config, microbatches=costs.microbatches, stall_timeout_s=2.0 * costs.total_s + 1.0
+            config, microbatches=costs.microbatches, stall_timeout_s=2.0 * longest_s + 1.0
         )
         self._dispatch_s = dispatch_s
         self._done = done
@@ -77,9 +92,14 @@ class VirtualCluster:
         """Run one training step. Blocks; not from inside a running event loop.
 
         Raises:
-            RuntimeError: If an event loop is running here.
+            StateError: If an event loop is running here.
             StepFailed: If the step ends early.
+            ValueError: If the hint does not fit the step.
+            OSError: If a log cannot be opened.
         """
+        _refuse_nesting()
+        if self._config.trace_dir is not None:
+            _allow_open_files(_FILES_PER_TRACE * self._topology.world_size)
         with _without_collection(), asyncio.Runner(loop_factory=VirtualLoop) as runner:
             return runner.run(self._run_step())
 
@@ -90,11 +110,14 @@ class VirtualCluster:
         with ExitStack() as resources:
             dispatchers = [self._rank(rank, hub, fabric, resources) for rank in ranks]
             begun_s = loop.time()
-            async with asyncio.TaskGroup() as group:
-                steps = [
-                    group.create_task(dispatcher.run_step(self._request(rank)))
-                    for rank, dispatcher in enumerate(dispatchers)
-                ]
+            try:
+                async with asyncio.TaskGroup() as group:
+                    steps = [
+                        group.create_task(dispatcher.run_step(self._request(rank)))
+                        for rank, dispatcher in enumerate(dispatchers)
+                    ]
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from errors  # the first cause, not its company
             makespan_s = loop.time() - begun_s
         return Simulated(makespan_s, tuple(step.result() for step in steps))
 
@@ -146,6 +169,27 @@ class VirtualCluster:
 
 async def _given(value: T) -> T:
     return value
+
+
+def _refuse_nesting() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise StateError(
+        "an event loop is running here already: simulate outside it, or on another thread"
+    )
+
+
+def _allow_open_files(count: int) -> None:
+    """Raise this process's own limit on open files, as far as it may."""
+    if sys.platform == "win32":
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextmanager

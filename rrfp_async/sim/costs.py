@@ -7,8 +7,10 @@ is random, so that several orders can be compared on the same one.
 import json
 import math
 import random
-from collections.abc import Callable, Mapping
+import reprlib
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,6 +23,7 @@ _TASK_S = 0.010
 _LAST_STAGE_FACTOR = 1.25
 _ENCODER_SIGMA = 0.6
 _DELAY_SIGMA = 1.0
+_MOST_S = 1e9
 _MEMORY = 0.9  # of the running average of a task's own time
 
 
@@ -90,7 +93,7 @@ def read_costs(path: str | Path) -> Costs:
     """
     try:
         tables = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"costs {path} cannot be read ({error}): name a JSON file") from error
     names = [field.name for field in fields(Costs)]
     if not isinstance(tables, dict) or sorted(tables) != sorted(names):
@@ -134,6 +137,8 @@ def draw_costs(
 ) -> Costs:
     """Draw the costs of a step; the same arguments give the same costs.
 
+    Draws of one seed are paired: another jitter or delay changes nothing else.
+
     Args:
         stages: At least 1.
         microbatches: At least 1.
@@ -146,12 +151,17 @@ def draw_costs(
         ValueError: If an argument breaks its rule.
     """
     _check_draw(stages, microbatches, profile, jitter, delay_s)
-    source = random.Random(f"{seed}/{stages}/{microbatches}/{profile}/{jitter}")
-    factors = _factors(stages, microbatches, profile, source)
-    kinds = [_jittered(factors, JITTERS[jitter], source) for _ in range(3)]
-    shape = (stages, microbatches)
-    delays = [_filled(shape, lambda: delay_s * source.lognormvariate(0.0, 1.0)) for _ in range(2)]
+    draws = partial(_source, seed, stages, microbatches)  # a stream for each table
+    factors = _factors(stages, microbatches, profile, draws("encoder"))
+    kinds = [_jittered(factors, JITTERS[jitter], draws(kind)) for kind in "FIW"]
+    delays = [
+        _delays(stages, microbatches, delay_s, draws(what)) for what in ("activation", "gradient")
+    ]
     return Costs(*kinds, *delays)
+
+
+def _source(seed: int, stages: int, microbatches: int, what: str) -> random.Random:
+    return random.Random(f"{seed}/{stages}/{microbatches}/{what}")
 
 
 def _factors(stages: int, microbatches: int, profile: str, source: random.Random) -> Table:
@@ -177,15 +187,17 @@ def _jittered(factors: Table, jitter: Jitter, source: random.Random) -> Table:
             own_s = factor * _TASK_S
             average_s = _MEMORY * average_s + (1.0 - _MEMORY) * own_s
             sleeps = source.random() < jitter.probability
-            longest_s = jitter.factor * max(jitter.base_s, average_s)
-            times.append(own_s + (longest_s * (0.5 + source.random()) if sleeps else 0.0))
+            sleep_s = jitter.factor * max(jitter.base_s, average_s) * (0.5 + source.random())
+            times.append(own_s + (sleep_s if sleeps else 0.0))
         rows.append(tuple(times))
     return tuple(rows)
 
 
-def _filled(shape: tuple[int, int], draw: Callable[[], float]) -> Table:
-    stages, microbatches = shape
-    return tuple(tuple(draw() for _ in range(microbatches)) for _ in range(stages))
+def _delays(stages: int, microbatches: int, median_s: float, source: random.Random) -> Table:
+    return tuple(
+        tuple(median_s * source.lognormvariate(0.0, _DELAY_SIGMA) for _ in range(microbatches))
+        for _ in range(stages)
+    )
 
 
 def _check_draw(stages: int, microbatches: int, profile: str, jitter: str, delay_s: float) -> None:
@@ -216,10 +228,10 @@ def _check(name: str, table: Any, like: Table) -> None:
     for stage, row in enumerate(table):
         for microbatch, cost in enumerate(row):
             number = isinstance(cost, int | float) and not isinstance(cost, bool)
-            if not number or not 0.0 <= cost < math.inf:
+            if not number or not 0.0 <= cost <= _MOST_S:
                 raise ValueError(
-                    f"{name}[{stage}][{microbatch}] is {cost!r}: give a finite number of seconds "
-                    f"of at least 0"
+                    f"cost {name}[{stage}][{microbatch}] is {reprlib.repr(cost)}: give seconds, "
+                    f"at least 0 and at most {_MOST_S:g}"
                 )
 
 

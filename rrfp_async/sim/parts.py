@@ -128,9 +128,14 @@ class DelayedLoopback(LoopbackTransfer):
         self._last_arrival_s[link] = arrival_s
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()
-        timer = loop.call_at(arrival_s, arrived.set_result, None)
+        timer = loop.call_at(arrival_s, _arrive, arrived)
         try:
             await arrived
         finally:
             timer.cancel()
         await super().send(link, sequence, tensors)
+
+
+def _arrive(arrived: "asyncio.Future[None]") -> None:
+    if not arrived.done():  # else the step is being cancelled at this very instant
+        arrived.set_result(None)

@@ -92,11 +92,11 @@ def _result(costs: Costs, step: Simulated, reference: Simulated, wall_s: float) 
         ratio_to_bound=_ratio(bound, step.makespan_s),
         compute_s=[report.compute_s for report in step.reports],
         blocking_s=blocking,
-        blocking_fraction=_ratio(math.fsum(blocking), costs.stages * step.makespan_s),
+        blocking_fraction=_ratio(math.fsum(blocking), costs.stages * step.makespan_s, empty=0.0),
         peak_in_flight=[report.peak_in_flight for report in step.reports],
         wall_s=wall_s,
     )
 
 
-def _ratio(above: float, below: float) -> float:
-    return above / below if below else 1.0
+def _ratio(above: float, below: float, *, empty: float = 1.0) -> float:
+    return above / below if below else empty

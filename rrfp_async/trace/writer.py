@@ -72,7 +72,11 @@ class JsonlTrace(Trace):
         path = Path(folder) / f"rank{rank}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._claimed = _claim(path)
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        try:
+            self._file: TextIO = path.open("w", encoding="utf-8")
+        except BaseException:
+            self._claimed.close()
+            raise
         self._queue: queue.Queue[DispatchRecord | None] = queue.Queue(_QUEUE_MOST)
         self._lost = 0
         self._written = 0

@@ -25,6 +25,7 @@ class Case:
         hint: A name or an order; every rank gets its own copy.
         steps: The steps, run one after the other on the same objects.
         seed: Decides which event happens next.
+        split: The stages whose backward is I and W.
         newest_first: The share of events that overtake every earlier one; the rest are uniform.
     """
 
@@ -35,6 +36,7 @@ class Case:
     steps: tuple[Step, ...]
     seed: int = 0
     newest_first: float = 0.0
+    split: tuple[int, ...] = ()
 
     @property
     def topology(self) -> Topology:

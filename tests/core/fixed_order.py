@@ -48,16 +48,21 @@ class Core:
 
     def __init__(self, config: Config, topology: Topology, rank: int) -> None:
         self.ready_set = ReadySet(topology, rank, deterministic=config.deterministic)
-        self.backpressure = Backpressure(make_limit(config.limit, topology, rank))
+        self.backpressure = Backpressure(
+            make_limit(config.limit, topology, rank, split=config.splits)
+        )
         order = make_order(config.order, topology, rank, config.execution)
         self.arbiter = Arbiter(order, self.backpressure)
         self.decided: list[Decision] = []
         self.busy = False
+        self._split = topology.stages_of(rank) if config.splits else ()
 
     def begin_step(self, microbatches: int, *, training: bool = True) -> None:
         """Start a step as the Dispatcher does."""
         self.decided = []
-        self.arbiter.begin_step(self.ready_set.begin_step(microbatches, backward=training))
+        self.arbiter.begin_step(
+            self.ready_set.begin_step(microbatches, backward=training, split=self._split)
+        )
         self.arbiter.add(self.ready_set.ready_now())
 
 
@@ -107,7 +112,7 @@ class Cores:
             for edge in self._topology.out_edges(task.stage):
                 core.backpressure.send_opened()
                 self._pool.append(partial(self._activation, edge, task.microbatch))
-        else:
+        elif task.kind is not TaskKind.W:
             for edge in self._topology.in_edges(task.stage):
                 self._pool.append(partial(self._gradient, edge, task.microbatch))
 

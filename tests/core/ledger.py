@@ -35,8 +35,11 @@ class Ledger:
         for source, target in case.edges:
             self.targets[source].append(target)
             self.sources[target].append(source)
-        kinds = (TaskKind.F, TaskKind.B) if step.backward else (TaskKind.F,)
-        self.tasks = {TaskId(*each) for each in product(ranks, kinds, range(step.microbatches))}
+        self.tasks = {
+            TaskId(rank, kind, microbatch)
+            for rank, microbatch in product(ranks, range(step.microbatches))
+            for kind in self._kinds(rank)
+        }
         self.started: dict[TaskId, None] = {}
         self.done: set[TaskId] = set()
         self._arrived: set[Arrival] = set()
@@ -59,18 +62,32 @@ class Ledger:
                 (TaskKind.F, source, stage, microbatch) in self._arrived
                 for source in self.sources[stage]
             )
+        in_turn = (
+            task.kind is TaskKind.I
+            or not self._case.deterministic
+            or microbatch == 0
+            or TaskId(stage, task.kind, microbatch - 1) in self.done
+        )
+        if task.kind is TaskKind.W:
+            return in_turn and TaskId(stage, TaskKind.I, microbatch) in self.done
         return (
-            TaskId(stage, TaskKind.F, microbatch) in self.done
-            and (
-                not self._case.deterministic
-                or microbatch == 0
-                or TaskId(stage, TaskKind.B, microbatch - 1) in self.done
-            )
+            in_turn
+            and TaskId(stage, TaskKind.F, microbatch) in self.done
             and all(
                 (TaskKind.B, stage, target, microbatch) in self._arrived
                 for target in self.targets[stage]
             )
         )
+
+    def backward_of(self, stage: int) -> TaskKind:
+        """The kind that sends a gradient back: B, or I of a stage that splits."""
+        return TaskKind.I if stage in self._case.split else TaskKind.B
+
+    def _kinds(self, stage: int) -> tuple[TaskKind, ...]:
+        if not self._step.backward:
+            return (TaskKind.F,)
+        split = stage in self._case.split
+        return (TaskKind.F, TaskKind.I, TaskKind.W) if split else (TaskKind.F, TaskKind.B)
 
     def is_admissible(self, task: TaskId) -> bool:
         """DESIGN 6 for one chunk: the last place belongs to the lowest unstarted forward."""
@@ -104,18 +121,22 @@ class Ledger:
         assert task in self.started, f"{task} completed without a start"
         assert task not in self.done, f"{task} completed twice"
         self.done.add(task)
+        stage, microbatch = task.stage, task.microbatch
         if task.kind is TaskKind.F:
-            return self._now_ready(TaskId(task.stage, TaskKind.B, task.microbatch))
-        self.in_flight[task.stage] -= 1
+            return self._now_ready(TaskId(stage, self.backward_of(stage), microbatch))
+        if task.kind is TaskKind.I:
+            return self._now_ready(TaskId(stage, TaskKind.W, microbatch))
+        self.in_flight[stage] -= 1
         if not self._case.deterministic:
             return set()
-        return self._now_ready(TaskId(task.stage, TaskKind.B, task.microbatch + 1))
+        return self._now_ready(TaskId(stage, task.kind, microbatch + 1))
 
     def arrive(self, kind: TaskKind, source: int, target: int, microbatch: int) -> set[TaskId]:
         """Something came along (F) or against (B) an edge; returns as `finish`."""
         self._arrived.add((kind, source, target, microbatch))
         stage = target if kind is TaskKind.F else source
-        return self._now_ready(TaskId(stage, kind, microbatch))
+        task_kind = TaskKind.F if kind is TaskKind.F else self.backward_of(stage)
+        return self._now_ready(TaskId(stage, task_kind, microbatch))
 
     def check_complete(self) -> None:
         """At the step's end every task has run, in order where that was asked for."""
@@ -126,12 +147,13 @@ class Ledger:
         assert not any(self.open_sends)
         if self._case.deterministic:
             for rank in range(len(self._case.limits)):
-                order = self.backwards_of(rank)
+                order = self.accumulated_on(rank)
                 assert order == sorted(order), f"rank {rank} accumulated in the order {order}"
 
-    def backwards_of(self, rank: int) -> list[int]:
-        """The microbatches of a rank's backwards in the order they ran."""
-        return [t.microbatch for t in self.started if t.stage == rank and t.kind is TaskKind.B]
+    def accumulated_on(self, rank: int) -> list[int]:
+        """The microbatches of a rank in the order their gradients were accumulated."""
+        kinds = (TaskKind.B, TaskKind.W)
+        return [t.microbatch for t in self.started if t.stage == rank and t.kind in kinds]
 
     def _now_ready(self, task: TaskId) -> set[TaskId]:
         if not self.is_ready(task):

@@ -35,6 +35,7 @@ class Rank:
 
     def __init__(self, case: Case, rank: int, hint: HintOrder | Schedule) -> None:
         self.rank = rank
+        self.split = case.split
         self.ready_set = ReadySet(case.topology, rank, deterministic=case.deterministic)
         self.backpressure = Backpressure(FixedLimit(case.limits[rank]))
         execution = Execution(binding=False, deterministic=case.deterministic)
@@ -45,7 +46,9 @@ class Rank:
 
     def begin_step(self, step: Step) -> None:
         """Start a step as the Dispatcher does."""
-        tasks = self.ready_set.begin_step(step.microbatches, backward=step.backward)
+        tasks = self.ready_set.begin_step(
+            step.microbatches, backward=step.backward, split=self.split
+        )
         self.arbiter.begin_step(tasks)
         self.arbiter.add(self.ready_set.ready_now())
 
@@ -121,7 +124,7 @@ class Pipeline:
         if task.kind is TaskKind.F:
             for target in self._ledger.targets[task.stage]:
                 self._send_activation(rank, Edge(task.stage, target), task.microbatch)
-        else:
+        elif task.kind is not TaskKind.W:
             for source in self._ledger.sources[task.stage]:
                 edge = Edge(source, task.stage)
                 self._pool.append(partial(self._gradient_delivered, edge, task.microbatch))

@@ -92,6 +92,12 @@ TRAINING = st.builds(Step, st.integers(1, 24), st.just(True))
 EVALUATION = st.builds(Step, st.integers(1, 24), st.just(False))
 
 
+def split_of(stages: int, share: float, seed: int) -> tuple[int, ...]:
+    """About that share of the stages, drawn from a seed: their backward is split."""
+    drawn = random.Random(seed)
+    return tuple(stage for stage in range(stages) if drawn.random() < share)
+
+
 @st.composite
 def cases(
     draw: st.DrawFn,
@@ -102,6 +108,7 @@ def cases(
     deterministic: st.SearchStrategy[bool] = st.booleans(),  # noqa: B008 - strategies are values
     first: st.SearchStrategy[Step] = TRAINING,
     second: st.SearchStrategy[Step] = TRAINING | EVALUATION,
+    splits: st.SearchStrategy[float] = st.sampled_from([0.0, 0.5, 1.0]),  # noqa: B008
 ) -> Case:
     """A case of two steps whose parts come from the given strategies."""
     stages, edges = draw(graphs)
@@ -112,5 +119,6 @@ def cases(
         deterministic=draw(deterministic),
         steps=(draw(first), draw(second)),
         seed=draw(SEEDS),
+        split=split_of(stages, draw(splits), draw(SEEDS)),
         newest_first=draw(st.sampled_from([0.0, 0.5, 0.9])),
     )

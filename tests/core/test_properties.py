@@ -70,6 +70,12 @@ def test_tight_limits_never_deadlock_free_accumulation(case: Case) -> None:
     check(case)
 
 
+@given(cases(limits=TIGHT, hints=NAMED | SHUFFLED, second=TRAINING, splits=st.just(1.0)))
+def test_tight_limits_never_deadlock_a_split_backward(case: Case) -> None:
+    """D counts until W, and W may be ranked last or first."""
+    check(case)
+
+
 @given(cases(first=EVALUATION, second=EVALUATION))
 def test_forward_only_steps_end_whatever_overtakes(case: Case) -> None:
     """Open sends bound the forwards, and nothing is retained."""

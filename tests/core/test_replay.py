@@ -170,13 +170,13 @@ def test_a_log_that_lacks_a_rank_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rank2.jsonl").unlink()
     message = refused(hint)
     assert message.startswith(str(tmp_path))
-    assert "there are 1 lists for 2 ranks: give one row for each rank" in message
+    assert "1 lists for 2 ranks: give one row for each rank" in message
 
 
 def test_a_log_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     """More than there are ranks now: both counts are told."""
     hint = logs(tmp_path, lines(0, FIRST), lines(0, SECOND), lines(0, "2F0 2F1 2B0 2B1"))
-    assert "there are 3 lists for 2 ranks" in refused(hint)
+    assert "3 lists for 2 ranks" in refused(hint)
     swapped = logs(tmp_path, lines(0, SECOND), lines(0, FIRST), lines(0, "2F0 2F1 2B0 2B1"))
     message = refused(swapped, ranks=3)
     assert message.startswith(f"{tmp_path / 'rank0.jsonl'}, entry 0: task 1F0, but rank 0 owns")

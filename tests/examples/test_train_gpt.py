@@ -14,9 +14,9 @@ from tests.examples.logs import dispatched, write_csv
 
 SEEDS = (1, 2, 3)
 EXAMPLE = Path(train_gpt.__file__)
-RULES = ("bf", "fb", "b-priority", "f-priority")
+RULES = ("bf", "bfw", "fb", "b-priority", "f-priority")
 LISTS = tuple(name for name in HINTS if name not in RULES)
-SAMPLED = {("bf", 1), ("f-priority", 2)}
+SAMPLED = {("bf", 1), ("bfw", 2), ("f-priority", 2)}
 CASES = [
     pytest.param(hint, seed, marks=[] if (hint, seed) in SAMPLED else [pytest.mark.slow])
     for hint in RULES

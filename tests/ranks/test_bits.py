@@ -19,10 +19,10 @@ SEEDS = (1, 2)
 SAMPLED = {("bf", 1)}
 CASES = [
     pytest.param(hint, seed, marks=[] if (hint, seed) in SAMPLED else [pytest.mark.slow])
-    for hint in ("bf", "fb", "b-priority", "f-priority")
-    for seed in SEEDS
+    for hint, seeds in (("bf", SEEDS), ("bfw", SEEDS), ("fb", (1,)), ("f-priority", (2,)))
+    for seed in seeds
 ]
-LISTS = ("1f1b", "gpipe", "csv:{csv}", "replay:{log}")
+LISTS = ("1f1b", "gpipe", "zb-h1", "csv:{csv}", "replay:{log}")
 ENDS_WITHIN_S = 120.0
 
 
