@@ -10,6 +10,7 @@ import asyncio
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -23,14 +24,15 @@ from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, Transfer
 from rrfp_async.gpu.device import adopt_num_threads
 from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.hints import make_order
-from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
+from rrfp_async.ids import Edge, Link, TaskId, TaskKind, TensorSpec
 from rrfp_async.limits import make_limit
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
+from rrfp_async.tasks.boundary import Outgoing
 from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
-from rrfp_async.tasks.stage import Outgoing, Stage, StageInputs
-from rrfp_async.tasks.step import StepReport, StepRequest, weighted
+from rrfp_async.tasks.stage import Stage
+from rrfp_async.tasks.step import StepReport, StepRequest, stage_inputs, weighted
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.records import DispatchRecord
 from rrfp_async.trace.writer import Trace
@@ -170,7 +172,10 @@ class Dispatcher:
         """Set up the step's tasks, then act on the headers that came before them."""
         self._training = request.training
         for stage in self._stages.values():
-            stage.begin_step(self._stage_inputs(stage, request, batch, arguments, sizes))
+            inputs = stage_inputs(stage, request, batch, arguments, sizes)
+            stage.begin_step(
+                replace(inputs, keep_outputs=inputs.keep_outputs or self._keep_outputs)
+            )
         split = [stage.index for stage in self._stages.values() if stage.splits]
         tasks = self._ready_set.begin_step(len(sizes), backward=request.training, split=split)
         self._arbiter.begin_step(tasks)
@@ -178,24 +183,6 @@ class Dispatcher:
         held, self._held = self._held, deque()
         for source, header in held:
             self._handle(source, header)
-
-    def _stage_inputs(
-        self,
-        stage: Stage,
-        request: StepRequest,
-        batch: Batch,
-        arguments: list[Arguments],
-        sizes: tuple[int, ...],
-    ) -> StageInputs:
-        has_target = stage.is_last and batch.target is not None
-        return StageInputs(
-            training=request.training,
-            zero_gradients=request.zero_gradients,
-            sizes=sizes,
-            arguments=arguments if stage.is_source else [],
-            targets=batch.split_target(sizes) if has_target else [],
-            keep_outputs=self._keep_outputs or not request.training,
-        )
 
     async def _dispatch_all(self) -> None:
         """Run this rank's tasks, each as soon as the arbiter lets it."""
@@ -230,6 +217,9 @@ class Dispatcher:
         except Exception as error:
             raise self._task_failed(error, task) from error
         self._journal.note("completed", task)
+        for outgoing in outcome.outgoing:
+            if self._world.topology.is_local(outgoing.edge):  # on a GPU, its stream keeps order
+                self._deliver(outgoing.edge, task, outgoing.specs, list(outgoing.tensors))
         if outcome.computed.finish is None:
             self._leave(task, outcome, outcome.computed.finished_s)
         else:  # launched: what comes next here may be launched behind it, headers must wait
@@ -257,7 +247,8 @@ class Dispatcher:
         held_s = self._accounts.computed(outcome.computed.started_s, finished_s)
         self._backpressure.measured(task_s=held_s)
         for outgoing in outcome.outgoing:
-            self._depart(task, outgoing)
+            if not self._world.topology.is_local(outgoing.edge):
+                self._depart(task, outgoing)
 
     async def _losses(self) -> list[float]:
         """The last stage's losses, read where their tensors are; nothing on other ranks."""
@@ -308,7 +299,7 @@ class Dispatcher:
         try:
             tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
             self._world.device.adopt(tensors)
-            self._deliver(header, tensors)
+            self._deliver(header.edge, header.task, header.specs, tensors)
         except BaseException as error:
             await self._transfer_broke(error)
             raise
@@ -319,18 +310,25 @@ class Dispatcher:
             await asyncio.sleep(_EXPLAIN_S)
         self._note_end(error)
 
-    def _deliver(self, header: Header, tensors: list[torch.Tensor]) -> None:
-        edge, microbatch = header.edge, header.task.microbatch
-        if header.task.kind is TaskKind.F:
-            wanted = [spec is not None and spec.requires_grad for spec in header.specs]
+    def _deliver(
+        self,
+        edge: Edge,
+        task: TaskId,
+        specs: tuple[TensorSpec | None, ...],
+        tensors: list[torch.Tensor],
+    ) -> None:
+        """Give the receiving stage what `task` sent over `edge`."""
+        microbatch = task.microbatch
+        if task.kind is TaskKind.F:
+            wanted = [spec is not None and spec.requires_grad for spec in specs]
             self._stages[edge.target].deliver_activation(edge, microbatch, tensors, wanted)
             ready = self._ready_set.activation_arrived(edge, microbatch)
         else:
             present = iter(tensors)
-            gradients = [None if spec is None else next(present) for spec in header.specs]
+            gradients = [None if spec is None else next(present) for spec in specs]
             self._stages[edge.source].deliver_gradient(edge, microbatch, gradients)
             ready = self._ready_set.gradient_arrived(edge, microbatch)
-        self._journal.note("received the result of", header.task)
+        self._journal.note("received the result of", task)
         self._arbiter.add(ready)
         self._wake.set()
 
@@ -389,4 +387,5 @@ class Dispatcher:
         if specs and header.payload is None:
             self._transfer_group().create_task(self._receive(header, specs))
         else:
-            self._deliver(header, unpacked(header.payload or b"", specs))
+            tensors = unpacked(header.payload or b"", specs)
+            self._deliver(edge, header.task, header.specs, tensors)

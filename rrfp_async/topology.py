@@ -22,25 +22,52 @@ def _grouped(
     return {stage: tuple(group) for stage, group in groups.items()}
 
 
+PLACEMENTS = ("loop", "v")
+"""`loop`: stage s on rank s % pp. `v`: up the ranks with one chunk, down with the next."""
+
+
+def _placed(placement: object, pp: int, chunks: int) -> tuple[int, ...]:
+    """The rank of every stage."""
+    stages = range(pp * chunks)
+    if placement == "loop":
+        return tuple(stage % pp for stage in stages)
+    if placement == "v":
+        there_and_back = [*range(pp), *reversed(range(pp))]
+        return tuple(there_and_back[stage % (2 * pp)] for stage in stages)
+    listed = placement if isinstance(placement, tuple) else ()
+    if sorted(listed) != sorted(list(range(pp)) * chunks) or listed[0] != 0:
+        raise ValueError(
+            f"placement={placement!r} must be one of {', '.join(map(repr, PLACEMENTS))}, or the "
+            f"rank of each of the {pp * chunks} stages, each of the ranks 0..{pp - 1} {chunks} "
+            f"times and stage 0 on rank 0"
+        )
+    return listed
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """A pipeline of `pp` ranks with one stage each; a chain unless `edges` say otherwise.
+    """A pipeline of `pp` ranks with `chunks` stages each; a chain unless `edges` say otherwise.
 
-    Stages are numbered so that data flows from lower to higher numbers; stage s lives on rank s.
-    Several stages may take inputs (two encoders, say), exactly one ends the graph: the last,
-    where the loss is.
+    Stages are numbered so that data flows from lower to higher numbers. Several stages may take
+    inputs (two encoders, say), exactly one ends the graph: the last, where the loss is.
 
     Attributes:
         pp: Pipeline-parallel size, the number of ranks.
         edges: The stage graph. None stands for the chain 0 -> 1 -> ... and is replaced by it.
+        chunks: Model chunks (stages) per rank.
+        placement: `"loop"`, `"v"` (as ZBV and DualPipeV place theirs), or the rank of every stage.
 
     Raises:
-        ValueError: If `pp` is below 1, an edge leaves the stages, runs backwards or is listed
-            twice, or a stage other than the last leads nowhere.
+        ValueError: If `pp` or `chunks` is below 1, the placement is not one, an edge leaves the
+            stages, runs backwards or is listed twice, or a stage other than the last leads nowhere.
     """
 
     pp: int
     edges: tuple[Edge, ...] | None = None
+    chunks: int = 1
+    placement: str | tuple[int, ...] = "loop"
+    _ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _stages: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _in: dict[int, tuple[Edge, ...]] = field(init=False, repr=False, compare=False)
     _out: dict[int, tuple[Edge, ...]] = field(init=False, repr=False, compare=False)
     _after: dict[int, int] = field(init=False, repr=False, compare=False)
@@ -48,21 +75,32 @@ class Topology:
     def __post_init__(self) -> None:
         if type(self.pp) is not int or self.pp < 1:
             raise ValueError(f"pp={self.pp!r} must be an int of at least 1: give the rank count")
-        if self.edges is None:
-            object.__setattr__(self, "edges", _chain(self.pp))
-        object.__setattr__(self, "edges", tuple(self.graph))
+        if type(self.chunks) is not int or self.chunks < 1:
+            raise ValueError(
+                f"chunks={self.chunks!r} must be an int of at least 1: give the stages per rank"
+            )
+        self._set("_ranks", _placed(self.placement, self.pp, self.chunks))
+        owned: dict[int, list[int]] = {rank: [] for rank in range(self.pp)}
+        for stage, rank in enumerate(self._ranks):
+            owned[rank].append(stage)
+        self._set("_stages", {rank: tuple(stages) for rank, stages in owned.items()})
+        self._set("edges", _chain(self.num_stages) if self.edges is None else tuple(self.edges))
         self._check_range()
-        object.__setattr__(self, "_in", _grouped(self.graph, self.pp, lambda e: e.target))
-        object.__setattr__(self, "_out", _grouped(self.graph, self.pp, lambda e: e.source))
+        self._set("_in", _grouped(self.graph, self.num_stages, lambda edge: edge.target))
+        self._set("_out", _grouped(self.graph, self.num_stages, lambda edge: edge.source))
         self._check_ends()
-        object.__setattr__(self, "_after", self._count_after())
+        self._set("_after", self._count_after())
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
 
     def _check_range(self) -> None:
+        stages = self.num_stages
         for edge in self.graph:
-            if not 0 <= edge.source < edge.target < self.pp:
+            if not 0 <= edge.source < edge.target < stages:
                 raise ValueError(
-                    f"edge {edge} must run from a lower to a higher of the {self.pp} stages "
-                    f"0..{self.pp - 1}: renumber the stages in the order data flows"
+                    f"edge {edge} must run from a lower to a higher of the {stages} stages "
+                    f"0..{stages - 1}: renumber the stages in the order data flows"
                 )
         if len(set(self.graph)) != len(self.graph):
             raise ValueError(f"edges {list(self.graph)} list an edge twice: list each once")
@@ -77,7 +115,7 @@ class Topology:
 
     def _count_after(self) -> dict[int, int]:
         after: dict[int, int] = {}
-        for stage in reversed(range(self.pp)):
+        for stage in reversed(range(self.num_stages)):
             after[stage] = max((after[e.target] + 1 for e in self._out[stage]), default=0)
         return after
 
@@ -94,25 +132,24 @@ class Topology:
     @property
     def num_stages(self) -> int:
         """The number of stages over all ranks."""
-        return self.pp
+        return self.pp * self.chunks
 
     @property
     def last_stage(self) -> int:
         """The stage that computes the loss."""
         return self.num_stages - 1
 
-    @property
-    def chunks(self) -> int:
-        """Model chunks (stages) per rank."""
-        return 1
-
     def rank_of(self, stage: int) -> int:
         """The rank that owns `stage`."""
-        return stage
+        return self._ranks[stage]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that `rank` owns, lowest first."""
-        return (rank,)
+        """The stages that `rank` owns, lowest first: its chunks 0, 1, ..."""
+        return self._stages[rank]
+
+    def is_local(self, edge: Edge) -> bool:
+        """Whether both ends of `edge` live on one rank."""
+        return self._ranks[edge.source] == self._ranks[edge.target]
 
     def in_edges(self, stage: int) -> tuple[Edge, ...]:
         """Edges into `stage` in the order their tensors become its arguments."""

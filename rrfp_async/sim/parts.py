@@ -16,7 +16,8 @@ from rrfp_async.gpu.loopback import LoopbackFabric, LoopbackTransfer
 from rrfp_async.gpu.transfer import spec_of
 from rrfp_async.ids import Edge, Link, TaskId
 from rrfp_async.sim.costs import Costs
-from rrfp_async.tasks.stage import Export, Outgoing, Stage, StageInputs
+from rrfp_async.tasks.boundary import Export, Outgoing
+from rrfp_async.tasks.stage import Stage, StageInputs
 from rrfp_async.topology import Topology
 
 _CPU = torch.device("cpu")

@@ -13,7 +13,8 @@ from types import MappingProxyType
 from rrfp_async.gpu.completion import Computed
 from rrfp_async.gpu.device import Device
 from rrfp_async.ids import TaskId, TaskKind
-from rrfp_async.tasks.stage import Export, Outgoing, Stage
+from rrfp_async.tasks.boundary import Export, Outgoing
+from rrfp_async.tasks.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)

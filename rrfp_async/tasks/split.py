@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 _REENTRANT_NODE = "CheckpointFunctionBackward"
@@ -174,7 +173,6 @@ class _DeferredLinear(torch.autograd.Function):
         return functional.linear(x, call.used_weight, call.used_bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         ctx.kept.uses.append(_Use(ctx.weight, ctx.bias, x.detach(), gradient))

@@ -6,7 +6,7 @@ A stage does not know when it runs or where its results go beyond their edges.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,52 +14,22 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from rrfp_async.errors import ProtocolError, TransferError
+from rrfp_async.errors import ProtocolError
 from rrfp_async.gpu.transfer import spec_of
-from rrfp_async.ids import Edge, TaskId, TensorSpec
+from rrfp_async.ids import Edge
 from rrfp_async.tasks.batch import Arguments
+from rrfp_async.tasks.boundary import (
+    Export,
+    Outgoing,
+    copied,
+    outgoing_gradients,
+    sum_present,
+    writable,
+)
 from rrfp_async.tasks.split import Deferral, Deferred, split_support
 from rrfp_async.topology import Topology
 
-Export = Callable[[torch.Tensor], torch.Tensor]
 LossFn = Callable[[Any, Any], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """What a task sends over one edge.
-
-    Attributes:
-        edge: The stage edge it belongs to.
-        specs: One per tensor of the edge; None where there is no gradient.
-        tensors: The tensors themselves, one per spec that is not None.
-        versions: Their version counters when the task ended.
-    """
-
-    edge: Edge
-    specs: tuple[TensorSpec | None, ...]
-    tensors: tuple[torch.Tensor, ...]
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, edge: Edge, specs: Iterable[TensorSpec | None], tensors: Iterable[torch.Tensor]
-    ) -> "Outgoing":
-        """What goes over `edge`, as it is now."""
-        sent = tuple(tensors)
-        return cls(edge, tuple(specs), sent, tuple(tensor._version for tensor in sent))
-
-    def check_unchanged(self, task: TaskId) -> None:
-        """Refuse tensors that were written to after `task` made them.
-
-        Raises:
-            TransferError: If one was; the receiver may have got either value.
-        """
-        if self.versions != tuple(tensor._version for tensor in self.tensors):
-            raise TransferError(
-                f"stage {task.stage} changed a tensor of {task} in place while it was being sent: "
-                f"return a tensor that later microbatches do not write to"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +98,7 @@ class Stage:
         self._looked_closer = False
         self.is_source = topology.is_source(index)
         self.is_last = index == topology.last_stage
+        self._is_local = topology.is_local
         self._in_edges = topology.in_edges(index)
         self._out_edges = topology.out_edges(index)
         self._loss_fn = loss_fn
@@ -207,7 +178,7 @@ class Stage:
         arguments = (
             memory.inputs.arguments[microbatch]
             if self.is_source
-            else Arguments(tuple(_writable(leaf) for leaves in activations for leaf in leaves))
+            else Arguments(tuple(writable(leaf) for leaves in activations for leaf in leaves))
         )
         deferred = None if self._deferral is None else Deferred()
         with torch.set_grad_enabled(memory.inputs.training), self._deferring(deferred):
@@ -220,7 +191,8 @@ class Stage:
             return ()
         specs = tuple(spec_of(root) for root in roots)
         return tuple(
-            Outgoing.of(edge, specs, (export(root) for root in roots)) for edge in self._out_edges
+            Outgoing.of(edge, specs, map(self._way_out(edge, export), roots))
+            for edge in self._out_edges
         )
 
     def backward(
@@ -301,12 +273,19 @@ class Stage:
             self.module.zero_grad(set_to_none=True)
             self._zero_pending = False
 
+    def _way_out(self, edge: Edge, export: Export) -> Export:
+        """How a tensor leaves over `edge`; one that stays on the rank is copied.
+
+        The stage that gets it may write to it, and what this stage has saved must not change.
+        """
+        return copied if self._is_local(edge) else export
+
     def _to_inputs(
         self, gradients: list[list[torch.Tensor | None]], export: Export
     ) -> tuple[Outgoing, ...]:
         """What goes back along every in-edge."""
         return tuple(
-            _outgoing_gradients(edge, of_edge, export)
+            outgoing_gradients(edge, of_edge, self._way_out(edge, export))
             for edge, of_edge in zip(self._in_edges, gradients, strict=True)
         )
 
@@ -343,48 +322,10 @@ class Stage:
         if self.is_last:
             differentiable = [root for root in roots if root.requires_grad]
             return differentiable, [None] * len(differentiable)
-        summed = [_sum_present(column) for column in zip(*gradients, strict=True)]
+        summed = [sum_present(column) for column in zip(*gradients, strict=True)]
         pairs = [
             (root, seed)
             for root, seed in zip(roots, summed, strict=True)
             if root.requires_grad and seed is not None
         ]
         return [root for root, _ in pairs], [seed for _, seed in pairs]
-
-
-class _Writable(torch.autograd.Function):
-    """The identity, into a tensor of its own over the same memory."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's signature
-        place = (leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
-        written: torch.Tensor = leaf.new_empty(0).set_(*place)
-        return written
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
-        return gradients[0]
-
-
-def _writable(leaf: torch.Tensor) -> torch.Tensor:
-    """`leaf` as a stage may use it: an in-place first operation is no error, as in one piece."""
-    if not leaf.requires_grad:
-        return leaf
-    written: torch.Tensor = _Writable.apply(leaf)  # type: ignore[no-untyped-call] # torch's
-    return written
-
-
-def _sum_present(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    total: torch.Tensor | None = None
-    for gradient in gradients:
-        if gradient is not None:
-            total = gradient if total is None else total + gradient
-    return total
-
-
-def _outgoing_gradients(
-    edge: Edge, gradients: list[torch.Tensor | None], export: Export
-) -> Outgoing:
-    specs = (None if gradient is None else spec_of(gradient) for gradient in gradients)
-    present = (export(gradient) for gradient in gradients if gradient is not None)
-    return Outgoing.of(edge, specs, present)

@@ -4,7 +4,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_async.tasks.batch import Batch
+from rrfp_async.tasks.batch import Arguments, Batch
+from rrfp_async.tasks.stage import Stage, StageInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +43,30 @@ def weighted(losses: Sequence[float], sizes: Sequence[int]) -> float | None:
         return None
     total = sum(sizes)
     return sum((loss * (size / total) for loss, size in zip(losses, sizes, strict=True)), start=0.0)
+
+
+def stage_inputs(
+    stage: Stage,
+    request: StepRequest,
+    batch: Batch,
+    arguments: list[Arguments],
+    sizes: tuple[int, ...],
+) -> StageInputs:
+    """What `stage` gets of a step; outputs are kept in evaluation.
+
+    Args:
+        stage: Whose part it is.
+        request: The step.
+        batch: This rank's part of the batch.
+        arguments: The source stages' arguments, per microbatch.
+        sizes: Samples per microbatch.
+    """
+    has_target = stage.is_last and batch.target is not None
+    return StageInputs(
+        training=request.training,
+        zero_gradients=request.zero_gradients,
+        sizes=sizes,
+        arguments=arguments if stage.is_source else [],
+        targets=batch.split_target(sizes) if has_target else [],
+        keep_outputs=not request.training,
+    )

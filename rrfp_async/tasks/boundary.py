@@ -1,0 +1,96 @@
+"""Tensors where they cross from one stage to the next: what leaves, and in what form it enters.
+
+Knows edges and tensors; neither modules nor when anything runs.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rrfp_async.errors import TransferError
+from rrfp_async.gpu.transfer import spec_of
+from rrfp_async.ids import Edge, TaskId, TensorSpec
+
+Export = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a tensor sendable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What a task sends over one edge.
+
+    Attributes:
+        edge: The stage edge it belongs to.
+        specs: One per tensor of the edge; None where there is no gradient.
+        tensors: The tensors themselves, one per spec that is not None.
+        versions: Their version counters when the task ended.
+    """
+
+    edge: Edge
+    specs: tuple[TensorSpec | None, ...]
+    tensors: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, edge: Edge, specs: Iterable[TensorSpec | None], tensors: Iterable[torch.Tensor]
+    ) -> "Outgoing":
+        """What goes over `edge`, as it is now."""
+        sent = tuple(tensors)
+        return cls(edge, tuple(specs), sent, tuple(tensor._version for tensor in sent))
+
+    def check_unchanged(self, task: TaskId) -> None:
+        """Refuse tensors that were written to after `task` made them.
+
+        Raises:
+            TransferError: If one was; the receiver may have got either value.
+        """
+        if self.versions != tuple(tensor._version for tensor in self.tensors):
+            raise TransferError(
+                f"stage {task.stage} changed a tensor of {task} in place while it was being sent: "
+                f"return a tensor that later microbatches do not write to"
+            )
+
+
+def outgoing_gradients(
+    edge: Edge, gradients: list[torch.Tensor | None], export: Export
+) -> Outgoing:
+    specs = (None if gradient is None else spec_of(gradient) for gradient in gradients)
+    present = (export(gradient) for gradient in gradients if gradient is not None)
+    return Outgoing.of(edge, specs, present)
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def sum_present(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    total: torch.Tensor | None = None
+    for gradient in gradients:
+        if gradient is not None:
+            total = gradient if total is None else total + gradient
+    return total
+
+
+class _Writable(torch.autograd.Function):
+    """The identity, into a tensor of its own over the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:  # noqa: ARG004 - torch's signature
+        place = (leaf.untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride())
+        written: torch.Tensor = leaf.new_empty(0).set_(*place)
+        return written
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+        return gradients[0]
+
+
+def writable(leaf: torch.Tensor) -> torch.Tensor:
+    """`leaf` as a stage may use it: an in-place first operation is no error, as in one piece."""
+    if not leaf.requires_grad:
+        return leaf
+    written: torch.Tensor = _Writable.apply(leaf)  # type: ignore[no-untyped-call] # torch's
+    return written
