@@ -5,7 +5,7 @@ It reads options and prints; what it shows is computed elsewhere.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,8 +18,9 @@ from rich.table import Table
 from rrfp_async.config import Config
 from rrfp_async.errors import RrfpError
 from rrfp_async.hints import FILES, HINTS
-from rrfp_async.sim.costs import JITTERS, PROFILES, Costs, draw_costs, read_costs
+from rrfp_async.sim.costs import JITTERS, PROFILES, TASK_S, Costs, draw_costs, read_costs
 from rrfp_async.sim.simulate import Result, simulate
+from rrfp_async.topology import Topology
 
 _SHOWN_TASKS_LEAST = 20_000
 
@@ -56,7 +57,11 @@ def list_hints() -> None:
 @app.command("simulate")
 def run_simulation(
     *,
-    stages: Annotated[int | None, typer.Option(help="Stages, one per rank; default 8.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(help="Stages over all ranks, ranks x chunks; default 8.")
+    ] = None,
+    chunks: Annotated[int, typer.Option(help="Stages (model chunks) per rank.")] = 1,
+    placement: Annotated[str, typer.Option(help="Of the chunks: loop or v.")] = "loop",
     microbatches: Annotated[int | None, typer.Option(help="Microbatches; default 32.")] = None,
     profile: Annotated[
         str | None, typer.Option(help=f"One of {', '.join(PROFILES)}; default llm.")
@@ -70,6 +75,9 @@ def run_simulation(
     seed: Annotated[int | None, typer.Option(help="Of the draws; default 0.")] = None,
     costs: Annotated[
         Path | None, typer.Option(help="JSON tables instead of a profile, jitter and delay.")
+    ] = None,
+    task_time: Annotated[
+        float | None, typer.Option(help="Seconds of F, I and W each; default 0.01.")
     ] = None,
     hint: Annotated[str, typer.Option(help="See `python -m rrfp_async hints`.")] = "bf",
     binding: Annotated[
@@ -94,10 +102,12 @@ def run_simulation(
             jitter="J0" if jitter is None else jitter,
             delay_s=0.0 if delay is None else delay,
             seed=0 if seed is None else seed,
+            task_s=TASK_S if task_time is None else task_time,
         )
     else:
         drawn = read_costs(costs)
-        _warn_of_ignored(profile=profile, jitter=jitter, delay=delay, seed=seed)
+        ignored = {"profile": profile, "jitter": jitter, "delay": delay, "seed": seed}
+        _warn_of_ignored({**ignored, "task-time": task_time})
         _check_size("stages", stages, drawn.stages)
         _check_size("microbatches", microbatches, drawn.microbatches)
     config = Config(
@@ -108,12 +118,22 @@ def run_simulation(
         deterministic=not free_order,
         trace_dir=trace_dir,
     )
+    topology = _topology(drawn.stages, chunks, placement)
     with _progress(drawn) as done:
-        result = simulate(drawn, config, dispatch_s=dispatch_cost, done=done)
+        result = simulate(drawn, config, topology, dispatch_s=dispatch_cost, done=done)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
     else:
         _show(result)
+
+
+def _topology(stages: int, chunks: int, placement: str) -> Topology:
+    if chunks < 1 or stages % chunks:
+        raise ValueError(
+            f"--chunks {chunks} does not divide the {stages} stages: give the stages per rank, "
+            f"at least 1"
+        )
+    return Topology(stages // chunks, chunks=chunks, placement=placement)
 
 
 def _check_size(name: str, given: int | None, found: int) -> None:
@@ -121,7 +141,7 @@ def _check_size(name: str, given: int | None, found: int) -> None:
         raise ValueError(f"--{name} {given}, but --costs holds {found}: leave --{name} out")
 
 
-def _warn_of_ignored(**options: object) -> None:
+def _warn_of_ignored(options: Mapping[str, object]) -> None:
     given = ", ".join(f"--{name}" for name, value in options.items() if value is not None)
     if given:
         _print_error(f"warning: --costs says it all, so {given} has no effect: leave it out")
@@ -154,7 +174,7 @@ def _show(result: Result) -> None:
         console.print(f"{name:<18} {getattr(result, name):.4f}")
     console.print(f"{'blocking_fraction':<18} {result.blocking_fraction:.4f}")
     console.print(f"{'wall_s':<18} {result.wall_s:.2f}")
-    table = Table("stage", "compute_s", "blocking_s", "peak_in_flight", box=None)
+    table = Table("rank", "compute_s", "blocking_s", "peak_in_flight", box=None)
     rows = zip(result.compute_s, result.blocking_s, result.peak_in_flight, strict=True)
     for stage, (compute_s, blocking_s, peak) in enumerate(rows):
         table.add_row(str(stage), f"{compute_s:.4f}", f"{blocking_s:.4f}", str(peak))

@@ -173,9 +173,7 @@ class Dispatcher:
         self._training = request.training
         for stage in self._stages.values():
             inputs = stage_inputs(stage, request, batch, arguments, sizes)
-            stage.begin_step(
-                replace(inputs, keep_outputs=inputs.keep_outputs or self._keep_outputs)
-            )
+            stage.begin_step(replace(inputs, keep_outputs=True) if self._keep_outputs else inputs)
         split = [stage.index for stage in self._stages.values() if stage.splits]
         tasks = self._ready_set.begin_step(len(sizes), backward=request.training, split=split)
         self._arbiter.begin_step(tasks)

@@ -119,6 +119,8 @@ def make_limit(
 ) -> Limit:
     """The limit of `rank`, as set in the config; `split` tells whether backwards are split."""
     if limit == "auto":
-        to_end = topology.depth_after(min(topology.stages_of(rank))) + 1
-        return AutoLimit(topology.depth if split else to_end)
+        if split:
+            return AutoLimit(topology.depth)
+        to_end = sum(topology.depth_after(stage) + 1 for stage in topology.stages_of(rank))
+        return AutoLimit(math.ceil(to_end / topology.chunks))
     return FixedLimit(limit)

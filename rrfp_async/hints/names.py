@@ -37,6 +37,14 @@ HINTS: Mapping[str, NamedHint] = MappingProxyType(
             "as bf with the backward split: weight gradients only where nothing else is ready",
             lambda: RoundHint(forward_first=False, splits=True),
         ),
+        "bf-deep": NamedHint(
+            "as bf, but of several chunks the one nearest to the end first",
+            lambda: RoundHint(forward_first=False, deep=True),
+        ),
+        "bfw-deep": NamedHint(
+            "as bfw, but of several chunks the one nearest to the end first",
+            lambda: RoundHint(forward_first=False, splits=True, deep=True),
+        ),
         "fb": NamedHint(
             "rounds of one forward, then one backward", lambda: RoundHint(forward_first=True)
         ),

@@ -100,6 +100,11 @@ def direction_rank(task: TaskId) -> tuple[int, int]:
     return (task.stage if forward else -task.stage, task.microbatch)
 
 
+def deep_rank(task: TaskId) -> tuple[int, int]:
+    """As `direction_rank`, but forwards of the higher chunk first: what is begun is finished."""
+    return (-task.stage, task.microbatch)
+
+
 class RankedHint(HintOrder):
     """A hint order given by a sort key. Derive from it and define `rank`."""
 

@@ -53,10 +53,11 @@ class Simulated:
 
 
 class VirtualCluster:
-    """The ranks of a pipeline, one stage each, on one virtual clock.
+    """The ranks of a pipeline on one virtual clock.
 
     Args:
-        costs: What tasks and transfers take.
+        costs: What tasks and transfers take; those between stages of one rank take nothing.
+        topology: Whose stages they are; by default a chain, a stage on each rank.
         config: As for a real run; `microbatches` follows from the costs.
         dispatch_s: What it costs to dispatch a task, in seconds.
         done: Called after every task.
@@ -69,6 +70,7 @@ class VirtualCluster:
         self,
         costs: Costs,
         config: Config,
+        topology: Topology | None = None,
         *,
         dispatch_s: float = 0.0,
         done: Callable[[], None] = lambda: None,
@@ -85,7 +87,12 @@ class VirtualCluster:
         )
         self._dispatch_s = dispatch_s
         self._done = done
-        self._topology = Topology(costs.stages)
+        self._topology = Topology(costs.stages) if topology is None else topology
+        if self._topology.num_stages != costs.stages:
+            raise ValueError(
+                f"costs are of {costs.stages} stages, the topology has "
+                f"{self._topology.num_stages}: give as many of both"
+            )
         self._config.check_order(self._topology)
 
     def run_step(self) -> Simulated:
@@ -154,7 +161,8 @@ class VirtualCluster:
             wires=wires,
             config=self._config,
             stages={
-                rank: CostModelStage(rank, self._topology, self._costs, split=self._config.splits)
+                stage: CostModelStage(stage, self._topology, self._costs, split=self._config.splits)
+                for stage in self._topology.stages_of(rank)
             },
             trace=resources.enter_context(open_trace(self._config.trace_dir, rank)),
             session=session,

@@ -19,7 +19,9 @@ from rrfp_async.ids import TaskId, TaskKind
 
 Table = tuple[tuple[float, ...], ...]
 
-_TASK_S = 0.010
+TASK_S = 0.010
+"""What F, I and W take each on an ordinary stage, in seconds."""
+
 _LAST_STAGE_FACTOR = 1.25
 _ENCODER_SIGMA = 0.6
 _DELAY_SIGMA = 1.0
@@ -78,6 +80,25 @@ class Costs:
         tables = (self.forward_s, self.backward_input_s, self.weight_s)
         return math.fsum(cost for table in tables for cost in table[stage])
 
+    def merged(self, chunks: int) -> "Costs":
+        """The same work in fewer stages: every `chunks` in a row become one.
+
+        Nothing has to be sent within one.
+        """
+        firsts = range(0, self.stages, chunks)
+
+        def summed(table: Table) -> Table:
+            groups = (table[first : first + chunks] for first in firsts)
+            return tuple(tuple(map(math.fsum, zip(*group, strict=True))) for group in groups)
+
+        return Costs(
+            summed(self.forward_s),
+            summed(self.backward_input_s),
+            summed(self.weight_s),
+            tuple(self.activation_delay_s[first + chunks - 1] for first in firsts),
+            tuple(self.gradient_delay_s[first] for first in firsts),
+        )
+
     @property
     def total_s(self) -> float:
         """All work and all delays, one after the other: nothing can take longer."""
@@ -133,7 +154,14 @@ encoder whose work varies from microbatch to microbatch, by one lognormal(0, 0.6
 
 
 def draw_costs(
-    *, stages: int, microbatches: int, profile: str, jitter: str, delay_s: float, seed: int
+    *,
+    stages: int,
+    microbatches: int,
+    profile: str,
+    jitter: str,
+    delay_s: float,
+    seed: int,
+    task_s: float = TASK_S,
 ) -> Costs:
     """Draw the costs of a step; the same arguments give the same costs.
 
@@ -142,18 +170,25 @@ def draw_costs(
     Args:
         stages: At least 1.
         microbatches: At least 1.
-        profile: One of `PROFILES`. F, I and W take 10 ms each on an ordinary stage.
+        profile: One of `PROFILES`.
         jitter: One of `JITTERS`, drawn for every stage, kind (F, I, W) and microbatch.
         delay_s: Median of the transfers' delays, lognormal with sigma 1. 0 for none.
         seed: Of the draws.
+        task_s: What F, I and W take each on an ordinary stage, in seconds; 10 ms.
 
     Raises:
         ValueError: If an argument breaks its rule.
     """
-    _check_draw(stages, microbatches, profile, jitter, delay_s)
+    _check_draw(stages, microbatches, profile, jitter)
+    for name, seconds in (("delay", delay_s), ("task time", task_s)):
+        if not 0.0 <= seconds <= _MOST_S:
+            raise ValueError(
+                f"{name}={seconds} must be seconds, at least 0 and at most {_MOST_S:g}"
+            )
     draws = partial(_source, seed, stages, microbatches)  # a stream for each table
     factors = _factors(stages, microbatches, profile, draws("encoder"))
-    kinds = [_jittered(factors, JITTERS[jitter], draws(kind)) for kind in "FIW"]
+    times = tuple(tuple(factor * task_s for factor in row) for row in factors)
+    kinds = [_jittered(times, JITTERS[jitter], draws(kind)) for kind in "FIW"]
     delays = [
         _delays(stages, microbatches, delay_s, draws(what)) for what in ("activation", "gradient")
     ]
@@ -177,14 +212,13 @@ def _factors(stages: int, microbatches: int, profile: str, source: random.Random
     return tuple(rows)
 
 
-def _jittered(factors: Table, jitter: Jitter, source: random.Random) -> Table:
-    """The times of one kind: its work, and the sleeps."""
+def _jittered(own: Table, jitter: Jitter, source: random.Random) -> Table:
+    """The times of one kind: its own, and the sleeps."""
     rows = []
-    for row in factors:
-        average_s = row[0] * _TASK_S
+    for row in own:
+        average_s = row[0]
         times = []
-        for factor in row:
-            own_s = factor * _TASK_S
+        for own_s in row:
             average_s = _MEMORY * average_s + (1.0 - _MEMORY) * own_s
             sleeps = source.random() < jitter.probability
             sleep_s = jitter.factor * max(jitter.base_s, average_s) * (0.5 + source.random())
@@ -200,7 +234,7 @@ def _delays(stages: int, microbatches: int, median_s: float, source: random.Rand
     )
 
 
-def _check_draw(stages: int, microbatches: int, profile: str, jitter: str, delay_s: float) -> None:
+def _check_draw(stages: int, microbatches: int, profile: str, jitter: str) -> None:
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1: give {name}=1 or more")
@@ -208,8 +242,6 @@ def _check_draw(stages: int, microbatches: int, profile: str, jitter: str, delay
         raise ValueError(f"profile {profile!r} is not known: use one of {', '.join(PROFILES)}")
     if jitter not in JITTERS:
         raise ValueError(f"jitter {jitter!r} is not known: use one of {', '.join(JITTERS)}")
-    if not 0.0 <= delay_s < math.inf:
-        raise ValueError(f"delay={delay_s} must be a finite number of seconds of at least 0")
 
 
 def _table(name: str, rows: Any) -> Table:

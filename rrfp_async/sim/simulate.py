@@ -4,10 +4,12 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import repeat
 
 from rrfp_async.config import Config
 from rrfp_async.sim.cluster import Simulated, VirtualCluster
 from rrfp_async.sim.costs import Costs
+from rrfp_async.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +19,13 @@ class Result:
     Attributes:
         makespan_s: How long the step takes.
         speedup_vs_1f1b: How many times as long 1F1B takes on the same draws, executed as it
-            stands with its own peak as limit.
+            stands with its own peak as limit; with several chunks, as one stage a rank.
         bound_s: What no order can beat; see `bound_s`.
         ratio_to_bound: The bound over the makespan: 1 is perfect.
-        compute_s: Per stage.
-        blocking_s: Per stage: time without a task to run.
-        blocking_fraction: Blocking over the makespan, on average over the stages.
-        peak_in_flight: Per stage, forwards whose gradient is not yet accumulated.
+        compute_s: Per rank, which is per stage with one chunk.
+        blocking_s: Per rank: time without a task to run.
+        blocking_fraction: Blocking over the makespan, on average over the ranks.
+        peak_in_flight: Per rank, forwards (of its chunks) whose gradient is not yet accumulated.
         wall_s: How long the simulations took, in real seconds.
     """
 
@@ -41,6 +43,7 @@ class Result:
 def simulate(
     costs: Costs,
     config: Config,
+    topology: Topology | None = None,
     *,
     dispatch_s: float = 0.0,
     done: Callable[[], None] = lambda: None,
@@ -50,40 +53,49 @@ def simulate(
     Args:
         costs: What tasks and transfers take.
         config: The hint, limit and the rest; `trace_dir` gets the records of the step.
+        topology: Whose stages the costs are of; by default a chain, a stage on each rank.
         dispatch_s: What it costs to dispatch a task, in seconds.
-        done: Called after every simulated task, twice `2 * stages * microbatches` times in all.
+        done: Called after every simulated task of either.
 
     Raises:
         ValueError: If a setting breaks its rule.
     """
     begun_s = time.perf_counter()
-    ours = VirtualCluster(costs, config, dispatch_s=dispatch_s, done=done)
-    baseline = VirtualCluster(costs, _baseline(config), dispatch_s=dispatch_s, done=done)
+    topology = Topology(costs.stages) if topology is None else topology
+    ours = VirtualCluster(costs, config, topology, dispatch_s=dispatch_s, done=done)
+    whole = costs.merged(topology.chunks)
+    baseline = VirtualCluster(whole, _baseline(config), dispatch_s=dispatch_s, done=done)
     step = ours.run_step()
     reference = baseline.run_step()
-    return _result(costs, step, reference, time.perf_counter() - begun_s)
+    return _result(bound_s(costs, topology), step, reference, time.perf_counter() - begun_s)
 
 
-def bound_s(costs: Costs) -> float:
-    """The largest, over the stages, of all the stage's work after its first possible start.
+def bound_s(costs: Costs, topology: Topology | None = None) -> float:
+    """The largest, over the ranks, of all the rank's work after its first possible start.
 
-    A stage cannot begin before some microbatch has come through all stages before it, alone.
+    A rank cannot begin before some microbatch has come through all stages before it, alone.
     """
+    topology = Topology(costs.stages) if topology is None else topology
+    firsts = []
     arrivals = [0.0] * costs.microbatches
-    bound = 0.0
     for stage in range(costs.stages):
-        bound = max(bound, min(arrivals) + costs.work_s(stage))
-        passed = zip(arrivals, costs.forward_s[stage], costs.activation_delay_s[stage], strict=True)
+        firsts.append(min(arrivals))
+        local = any(map(topology.is_local, topology.out_edges(stage)))
+        delays = repeat(0.0) if local else costs.activation_delay_s[stage]
+        passed = zip(arrivals, costs.forward_s[stage], delays, strict=False)
         arrivals = [math.fsum(times) for times in passed]
-    return bound
+    owned = map(topology.stages_of, range(topology.world_size))
+    return max(
+        min(firsts[stage] for stage in stages) + math.fsum(map(costs.work_s, stages))
+        for stages in owned
+    )
 
 
 def _baseline(config: Config) -> Config:
     return replace(config, hint="1f1b", binding=True, limit="auto", trace_dir=None)
 
 
-def _result(costs: Costs, step: Simulated, reference: Simulated, wall_s: float) -> Result:
-    bound = bound_s(costs)
+def _result(bound: float, step: Simulated, reference: Simulated, wall_s: float) -> Result:
     blocking = [report.blocking_s for report in step.reports]
     return Result(
         makespan_s=step.makespan_s,
@@ -92,7 +104,7 @@ def _result(costs: Costs, step: Simulated, reference: Simulated, wall_s: float) 
         ratio_to_bound=_ratio(bound, step.makespan_s),
         compute_s=[report.compute_s for report in step.reports],
         blocking_s=blocking,
-        blocking_fraction=_ratio(math.fsum(blocking), costs.stages * step.makespan_s, empty=0.0),
+        blocking_fraction=_ratio(math.fsum(blocking), len(blocking) * step.makespan_s, empty=0.0),
         peak_in_flight=[report.peak_in_flight for report in step.reports],
         wall_s=wall_s,
     )

@@ -57,16 +57,19 @@ class Outgoing:
 def outgoing_gradients(
     edge: Edge, gradients: list[torch.Tensor | None], export: Export
 ) -> Outgoing:
+    """What goes back against `edge`: the gradients that there are."""
     specs = (None if gradient is None else spec_of(gradient) for gradient in gradients)
     present = (export(gradient) for gradient in gradients if gradient is not None)
     return Outgoing.of(edge, specs, present)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` for a stage of the same rank: detached, contiguous, in memory of its own."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def sum_present(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """The sum of the gradients that there are, in order; None without any."""
     total: torch.Tensor | None = None
     for gradient in gradients:
         if gradient is not None:
