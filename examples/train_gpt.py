@@ -50,12 +50,16 @@ def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimize
 async def train_rank(
     world: rrfp_async.World, options: argparse.Namespace, text: torch.Tensor, on_step: OnStep
 ) -> History:
-    """Train this rank's stage of the model."""
+    """Train this rank's stages of the model."""
     if options.delay_seed is not None:
         world = rrfp_async.with_delays(world, rrfp_async.Delays(options.delay_seed))
-    ranks = world.topology.world_size
+    topology = world.topology
     device = world.device.torch_device
-    stage = stage_of(build_layers(MODEL, options.seed), world.rank, ranks).to(device)
+    layers = build_layers(MODEL, options.seed)
+    stages = [
+        stage_of(layers, stage, topology.num_stages).to(device)
+        for stage in topology.stages_of(world.rank)
+    ]
     config = rrfp_async.Config(
         microbatches=options.microbatches,
         hint=options.hint,
@@ -66,7 +70,7 @@ async def train_rank(
     )
     history = History()
     async with rrfp_async.Runtime(
-        stage, world=world, config=config, loss_fn=loss_fn, optimizer=make_optimizer
+        stages, world=world, config=config, loss_fn=loss_fn, optimizer=make_optimizer
     ) as runtime:
         for step in range(options.steps):
             inputs, targets = sample(
@@ -77,8 +81,14 @@ async def train_rank(
             history.step_s.append(result.step_s)
             if world.rank == 0:
                 on_step(step, result.loss)
-    history.digests = gradient_digests(stage)
+    for stage in stages:
+        history.digests |= gradient_digests(stage)
     return history
+
+
+def topology_of(options: argparse.Namespace) -> rrfp_async.Topology:
+    """The pipeline of the command line."""
+    return rrfp_async.Topology(options.ranks, chunks=options.chunks, placement=options.placement)
 
 
 def train_pipeline(options: argparse.Namespace, text: torch.Tensor, on_step: OnStep) -> History:
@@ -88,6 +98,7 @@ def train_pipeline(options: argparse.Namespace, text: torch.Tensor, on_step: OnS
         return await rrfp_async.run_local(
             options.ranks,
             lambda world: train_rank(world, options, text, on_step),
+            topology=topology_of(options),
             device=options.device,
         )
 
@@ -99,7 +110,7 @@ def train_pipeline(options: argparse.Namespace, text: torch.Tensor, on_step: OnS
 
 def train_process(options: argparse.Namespace, text: torch.Tensor, on_step: OnStep) -> History:
     """Train as the one rank that torchrun started here; rank 0 collects everyone's hashes."""
-    world = rrfp_async.torchrun_world(device=options.device)
+    world = rrfp_async.torchrun_world(topology_of(options), device=options.device)
 
     async def main() -> History:
         async with world:
@@ -211,6 +222,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, default=30)
     parser.add_argument("--batch", type=positive, default=16, help="samples a step (default 16)")
     parser.add_argument("--microbatches", type=positive, default=8)
+    parser.add_argument("--chunks", type=positive, default=1, help="stages per rank (default 1)")
+    parser.add_argument("--placement", choices=["loop", "v"], default="loop", help="of the chunks")
     parser.add_argument("--hint", default="bf", help=f"{', '.join((*HINTS, *FILES))}")
     parser.add_argument(
         "--binding",
