@@ -25,6 +25,8 @@ class Case:
         hint: A name or an order; every rank gets its own copy.
         steps: The steps, run one after the other on the same objects.
         seed: Decides which event happens next.
+        chunks: Stages per rank.
+        placement: Of the stages on the ranks, as a Topology takes it.
         split: The stages whose backward is I and W.
         newest_first: The share of events that overtake every earlier one; the rest are uniform.
     """
@@ -37,8 +39,11 @@ class Case:
     seed: int = 0
     newest_first: float = 0.0
     split: tuple[int, ...] = ()
+    chunks: int = 1
+    placement: str | tuple[int, ...] = "loop"
 
     @property
     def topology(self) -> Topology:
         """The graph as the core takes it."""
-        return Topology(len(self.limits), tuple(Edge(*pair) for pair in self.edges))
+        edges = tuple(Edge(*pair) for pair in self.edges)
+        return Topology(len(self.limits), edges, self.chunks, self.placement)

@@ -30,15 +30,17 @@ class Ledger:
         self._case = case
         self._step = step
         ranks = range(len(case.limits))
+        stages = range(len(ranks) * case.chunks)
+        self.rank_of = [_rank_of(stage, case) for stage in stages]
         self.sources: defaultdict[int, list[int]] = defaultdict(list)
         self.targets: defaultdict[int, list[int]] = defaultdict(list)
         for source, target in case.edges:
             self.targets[source].append(target)
             self.sources[target].append(source)
         self.tasks = {
-            TaskId(rank, kind, microbatch)
-            for rank, microbatch in product(ranks, range(step.microbatches))
-            for kind in self._kinds(rank)
+            TaskId(stage, kind, microbatch)
+            for stage, microbatch in product(stages, range(step.microbatches))
+            for kind in self._kinds(stage)
         }
         self.started: dict[TaskId, None] = {}
         self.done: set[TaskId] = set()
@@ -46,11 +48,13 @@ class Ledger:
         self.in_flight = [0 for _ in ranks]
         self.peak = [0 for _ in ranks]
         self.open_sends = [0 for _ in ranks]
-        self._unstarted_forwards = [set(range(step.microbatches)) for _ in ranks]
-        self.ready_on: list[set[TaskId]] = [
-            {task for task in self.tasks if task.stage == rank and self.is_ready(task)}
-            for rank in ranks
+        forwards = {task for task in self.tasks if task.kind is TaskKind.F}
+        self._unstarted_forwards = [
+            {task for task in forwards if self.rank_of[task.stage] == rank} for rank in ranks
         ]
+        self.ready_on: list[set[TaskId]] = [set() for _ in ranks]
+        for task in filter(self.is_ready, self.tasks):
+            self.ready_on[self.rank_of[task.stage]].add(task)
 
     def is_ready(self, task: TaskId) -> bool:
         """Whether `task` belongs to the step, has not started and has all it depends on."""
@@ -90,31 +94,37 @@ class Ledger:
         return (TaskKind.F, TaskKind.I, TaskKind.W) if split else (TaskKind.F, TaskKind.B)
 
     def is_admissible(self, task: TaskId) -> bool:
-        """DESIGN 6 for one chunk: the last place belongs to the lowest unstarted forward."""
-        rank, limit = task.stage, self._case.limits[task.stage]
+        """DESIGN 6: the last C places belong to the lowest microbatch with an unstarted forward."""
+        rank = self.rank_of[task.stage]
+        bound = self.bound_of(rank)
         if task.kind is not TaskKind.F:
             return True
         if not self._step.backward:
-            return self.open_sends[rank] < limit
-        if self.in_flight[rank] < limit - 1:
+            return self.open_sends[rank] < bound
+        if self.in_flight[rank] < bound - self._case.chunks:
             return True
-        oldest = min(self._unstarted_forwards[rank])
-        return self.in_flight[rank] < limit and task.microbatch == oldest
+        oldest = min(forward.microbatch for forward in self._unstarted_forwards[rank])
+        return self.in_flight[rank] < bound and task.microbatch == oldest
+
+    def bound_of(self, rank: int) -> int:
+        """What D never passes: the limit, with several chunks one more for each."""
+        chunks = self._case.chunks
+        return self._case.limits[rank] + (chunks if chunks > 1 else 0)
 
     def start(self, task: TaskId) -> None:
         """`task` was dispatched: once, with all it depends on, and within the limit."""
-        rank = task.stage
+        rank = self.rank_of[task.stage]
         assert self.is_ready(task), f"{task} started, but ran before or is not ready"
         assert self.is_admissible(task), f"{task} started against the limit"
         self.started[task] = None
         self.ready_on[rank].discard(task)
         if task.kind is TaskKind.F:
-            self._unstarted_forwards[rank].remove(task.microbatch)
+            self._unstarted_forwards[rank].remove(task)
             if self._step.backward:
                 self.in_flight[rank] += 1
                 self.peak[rank] = max(self.peak[rank], self.in_flight[rank])
-        limit = self._case.limits[rank]
-        assert self.in_flight[rank] <= limit, f"rank {rank}: D={self.in_flight[rank]} > {limit}"
+        bound = self.bound_of(rank)
+        assert self.in_flight[rank] <= bound, f"rank {rank}: D={self.in_flight[rank]} > {bound}"
 
     def finish(self, task: TaskId) -> set[TaskId]:
         """`task` has run; returns the tasks of its rank that this made ready."""
@@ -126,7 +136,7 @@ class Ledger:
             return self._now_ready(TaskId(stage, self.backward_of(stage), microbatch))
         if task.kind is TaskKind.I:
             return self._now_ready(TaskId(stage, TaskKind.W, microbatch))
-        self.in_flight[stage] -= 1
+        self.in_flight[self.rank_of[stage]] -= 1
         if not self._case.deterministic:
             return set()
         return self._now_ready(TaskId(stage, task.kind, microbatch + 1))
@@ -146,17 +156,26 @@ class Ledger:
         assert not any(self.in_flight)
         assert not any(self.open_sends)
         if self._case.deterministic:
-            for rank in range(len(self._case.limits)):
-                order = self.accumulated_on(rank)
-                assert order == sorted(order), f"rank {rank} accumulated in the order {order}"
+            for stage in range(len(self.rank_of)):
+                order = self.accumulated_on(stage)
+                assert order == sorted(order), f"stage {stage} accumulated in the order {order}"
 
-    def accumulated_on(self, rank: int) -> list[int]:
-        """The microbatches of a rank in the order their gradients were accumulated."""
+    def accumulated_on(self, stage: int) -> list[int]:
+        """The microbatches of a stage in the order their gradients were accumulated."""
         kinds = (TaskKind.B, TaskKind.W)
-        return [t.microbatch for t in self.started if t.stage == rank and t.kind in kinds]
+        return [t.microbatch for t in self.started if t.stage == stage and t.kind in kinds]
 
     def _now_ready(self, task: TaskId) -> set[TaskId]:
         if not self.is_ready(task):
             return set()
-        self.ready_on[task.stage].add(task)
+        self.ready_on[self.rank_of[task.stage]].add(task)
         return {task}
+
+
+def _rank_of(stage: int, case: Case) -> int:
+    """Where `stage` lives, by the words of the issue: round and round, or there and back."""
+    if isinstance(case.placement, tuple):
+        return case.placement[stage]
+    ranks = len(case.limits)
+    chunk, place = divmod(stage, ranks)
+    return ranks - 1 - place if case.placement == "v" and chunk % 2 else place

@@ -37,7 +37,7 @@ class Rank:
         self.rank = rank
         self.split = case.split
         self.ready_set = ReadySet(case.topology, rank, deterministic=case.deterministic)
-        self.backpressure = Backpressure(FixedLimit(case.limits[rank]))
+        self.backpressure = Backpressure(FixedLimit(case.limits[rank]), chunks=case.chunks)
         execution = Execution(binding=False, deterministic=case.deterministic)
         order = make_order(hint, case.topology, rank, execution)
         self.arbiter = Arbiter(order, self.backpressure)
@@ -110,7 +110,7 @@ class Pipeline:
             assert decision.task in allowed, f"{decision.task} is not among {allowed}"
         assert len(decision.passed_over) <= PASSED_OVER_MOST
         for task in decision.passed_over:
-            assert task.stage == rank.rank
+            assert self._ledger.rank_of[task.stage] == rank.rank
             assert task in self._ledger.tasks
             assert task not in self._ledger.started, f"{task} ran, yet was passed over"
             assert task not in allowed, f"{task} might have run, yet was passed over"
@@ -127,27 +127,44 @@ class Pipeline:
         elif task.kind is not TaskKind.W:
             for source in self._ledger.sources[task.stage]:
                 edge = Edge(source, task.stage)
-                self._pool.append(partial(self._gradient_delivered, edge, task.microbatch))
+                deliver = partial(self._gradient_delivered, edge, task.microbatch)
+                if self._is_local(edge):
+                    deliver()
+                else:
+                    self._pool.append(deliver)
+
+    def _is_local(self, edge: Edge) -> bool:
+        return self._ledger.rank_of[edge.source] == self._ledger.rank_of[edge.target]
 
     def _send_activation(self, rank: Rank, edge: Edge, microbatch: int) -> None:
+        if self._is_local(edge):
+            self._activation_arrived(edge, microbatch)
+            return
         rank.backpressure.send_opened()
         self._ledger.open_sends[rank.rank] += 1
         self._check_counts(rank)
         self._pool.append(partial(self._activation_delivered, edge, microbatch))
 
     def _activation_delivered(self, edge: Edge, microbatch: int) -> None:
-        sender, receiver = self._ranks[edge.source], self._ranks[edge.target]
-        assert receiver.ready_set.expects_activation(edge, microbatch)
-        ready = receiver.ready_set.activation_arrived(edge, microbatch)
-        expected = self._ledger.arrive(TaskKind.F, edge.source, edge.target, microbatch)
-        self._became_ready(receiver, ready, expected)
+        sender = self._owner(edge.source)
+        self._activation_arrived(edge, microbatch)
         sender.backpressure.send_closed()
         self._ledger.open_sends[sender.rank] -= 1
         self._check_counts(sender)
         self._wake(sender)
 
+    def _owner(self, stage: int) -> Rank:
+        return self._ranks[self._ledger.rank_of[stage]]
+
+    def _activation_arrived(self, edge: Edge, microbatch: int) -> None:
+        receiver = self._owner(edge.target)
+        assert receiver.ready_set.expects_activation(edge, microbatch)
+        ready = receiver.ready_set.activation_arrived(edge, microbatch)
+        expected = self._ledger.arrive(TaskKind.F, edge.source, edge.target, microbatch)
+        self._became_ready(receiver, ready, expected)
+
     def _gradient_delivered(self, edge: Edge, microbatch: int) -> None:
-        receiver = self._ranks[edge.source]
+        receiver = self._owner(edge.source)
         assert receiver.ready_set.expects_gradient(edge, microbatch)
         ready = receiver.ready_set.gradient_arrived(edge, microbatch)
         expected = self._ledger.arrive(TaskKind.B, edge.source, edge.target, microbatch)

@@ -41,6 +41,9 @@ class Shuffled(RankedHint):
 
 
 NAMED: st.SearchStrategy[str | HintOrder] = st.sampled_from(sorted(HINTS))
+RULES: st.SearchStrategy[str | HintOrder] = st.sampled_from(
+    sorted(name for name, hint in HINTS.items() if isinstance(hint.make(), HintOrder))
+)
 SHUFFLED: st.SearchStrategy[str | HintOrder] = st.builds(Shuffled, SEEDS)
 
 
@@ -71,6 +74,7 @@ def two_encoders(draw: st.DrawFn) -> Graph:
 def with_skips(edges: list[tuple[int, int]], stages: int, most: int, seed: int) -> Edges:
     """`edges` and at most `most` more that run upwards, all in a random order."""
     drawn = random.Random(seed)
+    most = most if stages > 1 else 0
     skips = {(s, t) for s, t in (sorted(drawn.sample(range(stages), 2)) for _ in range(most))}
     listed = sorted(skips | set(edges))
     drawn.shuffle(listed)
@@ -121,4 +125,45 @@ def cases(
         seed=draw(SEEDS),
         split=split_of(stages, draw(splits), draw(SEEDS)),
         newest_first=draw(st.sampled_from([0.0, 0.5, 0.9])),
+    )
+
+
+def placed(kind: str, ranks: int, chunks: int, seed: int) -> str | tuple[int, ...]:
+    """A placement by name, or drawn: every rank as often, the first stage on the first rank."""
+    if kind != "random":
+        return kind
+    listed = list(range(ranks)) * chunks
+    random.Random(seed).shuffle(listed)
+    first = listed.index(0)
+    listed[0], listed[first] = listed[first], listed[0]
+    return tuple(listed)
+
+
+@st.composite
+def chunked_cases(
+    draw: st.DrawFn,
+    *,
+    hints: st.SearchStrategy[str | HintOrder] = RULES | SHUFFLED,
+    limits: st.SearchStrategy[int] = LIMITS,
+    second: st.SearchStrategy[Step] = TRAINING | EVALUATION,
+) -> Case:
+    """Several stages a rank, in a chain or any graph, in a loop, a V or anywhere."""
+    ranks, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 4))
+    stages = ranks * chunks
+    edges = tuple(chain_edges(0, stages))
+    if draw(st.booleans()):
+        edges = with_skips(list(edges), stages, draw(st.integers(0, stages)), draw(SEEDS))
+    return Case(
+        edges=edges,
+        limits=tuple(draw(st.lists(limits, min_size=ranks, max_size=ranks))),
+        hint=draw(hints),
+        deterministic=draw(st.booleans()),
+        steps=(draw(TRAINING), draw(second)),
+        seed=draw(SEEDS),
+        newest_first=draw(st.sampled_from([0.0, 0.5, 0.9])),
+        split=split_of(stages, draw(st.sampled_from([0.0, 0.5, 1.0])), draw(SEEDS)),
+        chunks=chunks,
+        placement=placed(
+            draw(st.sampled_from(["loop", "v", "random"])), ranks, chunks, draw(SEEDS)
+        ),
     )

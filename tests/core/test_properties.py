@@ -22,6 +22,7 @@ from tests.core.strategies import (
     any_graphs,
     cases,
     chains,
+    chunked_cases,
     two_encoders,
 )
 
@@ -73,6 +74,18 @@ def test_tight_limits_never_deadlock_free_accumulation(case: Case) -> None:
 @given(cases(limits=TIGHT, hints=NAMED | SHUFFLED, second=TRAINING, splits=st.just(1.0)))
 def test_tight_limits_never_deadlock_a_split_backward(case: Case) -> None:
     """D counts until W, and W may be ranked last or first."""
+    check(case)
+
+
+@given(chunked_cases())
+def test_several_chunks_a_rank_train_in_any_placement(case: Case) -> None:
+    """1 to 4 stages a rank, in a loop, a V or anywhere, split or not, ordered or free."""
+    check(case)
+
+
+@given(chunked_cases(limits=TIGHT, second=TRAINING))
+def test_tight_limits_never_deadlock_several_chunks(case: Case) -> None:
+    """The C places kept for the oldest microbatch take it through all chunks of a rank."""
     check(case)
 
 
