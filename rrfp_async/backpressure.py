@@ -31,7 +31,8 @@ class Backpressure:
     """The admission rule of one rank. Tell it what happens, ask it what is admissible.
 
     Attributes:
-        bound: D never exceeds this. May rise within a step.
+        bound: No forward is let in at it. Within a step it rises with the times measured, and
+            follows the bytes measured.
         in_flight: D.
         peak: The largest D of this step.
         open_sends: Activations of this rank that no receiver has taken yet.
@@ -66,10 +67,17 @@ class Backpressure:
         self.peak = 0
         self.open_sends = 0
 
-    def measured(self, *, task_s: float = 0.0, transfer_s: float = 0.0) -> None:
-        """Note how long a task or a transfer took: the limit may rise with it, never fall."""
-        if self._kept and self._limit.measured(task_s=task_s, transfer_s=transfer_s):
-            self.bound = max(self.bound, self._bound())
+    def measured(
+        self, *, task_s: float = 0.0, transfer_s: float = 0.0, kept_bytes: int = 0
+    ) -> None:
+        """Note how long a task or a transfer took, or what a forward keeps; the limit follows.
+
+        Raises:
+            ValueError: If a budget in bytes is too small for any progress.
+        """
+        changed = self._limit.measured(task_s=task_s, transfer_s=transfer_s, kept_bytes=kept_bytes)
+        if self._kept and changed:
+            self.bound = self._bound()
 
     def _bound(self) -> int:
         return self._limit.value + (0 if self._chunks == 1 else self._chunks)

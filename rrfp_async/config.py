@@ -30,6 +30,8 @@ class Config:
         limit: Forwards in flight per rank, or `"auto"`: from depth, position and measured
             transfer times (docs/backpressure.md). Below the number of stages it costs speed,
             above it costs memory.
+        activation_budget_bytes: What the activations kept for backwards may take on a rank, in
+            bytes, measured as they are saved; lowers the limit where it must. None for no budget.
         deterministic: Accumulate gradients in microbatch order, whatever the dispatch order was.
             False frees that order, and with it the last bits of a sum.
         return_outputs: Keep every microbatch's output of the last stage for the step's result.
@@ -49,6 +51,7 @@ class Config:
     hint: Any = "bf"
     binding: bool | None = None
     limit: int | Literal["auto"] = "auto"
+    activation_budget_bytes: int | None = None
     deterministic: bool = True
     return_outputs: bool = True
     peer_timeout_s: float = 30.0
@@ -61,11 +64,11 @@ class Config:
         _require_count("microbatches", self.microbatches)
         if self.limit != "auto":
             _require_count("limit", self.limit, " or 'auto'")
+        if self.activation_budget_bytes is not None:
+            _require_count("activation_budget_bytes", self.activation_budget_bytes, " or None")
         for name in ("deterministic", "return_outputs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
-        if self.binding is not None and not isinstance(self.binding, bool):
-            raise ValueError(f"binding={self.binding!r} must be True, False or None")
         for name in ("peer_timeout_s", "stall_timeout_s"):
             _require_seconds(name, getattr(self, name))
         if type(self.port) is not int or not 0 <= self.port <= _PORT_MOST:
@@ -73,11 +76,21 @@ class Config:
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | Path):
             raise ValueError(f"trace_dir={self.trace_dir!r} must be a path or None")
         object.__setattr__(self, "order", resolve_hint(self.hint))
+        self._check_binding()
+
+    def _check_binding(self) -> None:
+        if self.binding is not None and not isinstance(self.binding, bool):
+            raise ValueError(f"binding={self.binding!r} must be True, False or None")
         if self.binding and not isinstance(self.order, Schedule):
             raise ValueError(
                 f"binding=True executes a list as it stands, but hint {self.hint_name!r} is a "
                 f"rule: use gpipe, 1f1b, csv:FILE, replay:DIR or a schedule object, or leave "
                 f"binding out"
+            )
+        if self.execution.binding and self.activation_budget_bytes is not None:
+            raise ValueError(
+                f"activation_budget_bytes={self.activation_budget_bytes} cannot hold back an order "
+                f"that is executed as it stands: leave it out, or set binding=False"
             )
 
         if isinstance(self.order, ReplayedSchedule) and self.trace_dir is not None:
@@ -125,6 +138,7 @@ class Config:
             ("hint", self.hint_name),
             ("binding", str(self.execution.binding)),
             ("limit", str(self.limit)),
+            ("activation_budget_bytes", str(self.activation_budget_bytes)),
             ("microbatches", str(self.microbatches)),
             ("deterministic", str(self.deterministic)),
             ("peer_timeout_s", str(self.peer_timeout_s)),

@@ -65,7 +65,13 @@ class Dispatcher:
         self._session = session
         self._context = TaskContext(stages, world.device, wires.transfer.export)
         self._ready_set = ReadySet(topology, world.rank, deterministic=config.deterministic)
-        limit = make_limit(config.limit, topology, world.rank, split=config.splits)
+        limit = make_limit(
+            config.limit,
+            topology,
+            world.rank,
+            split=config.splits,
+            budget_bytes=config.activation_budget_bytes,
+        )
         self._backpressure = Backpressure(limit, chunks=topology.chunks)
         order = make_order(config.order, topology, world.rank, config.execution)
         self._arbiter = Arbiter(order, self._backpressure)
@@ -224,6 +230,7 @@ class Dispatcher:
             self._accounts.launched()
             self._transfer_group().create_task(self._leave_later(task, outcome))
         self._backpressure.completed(task)
+        self._backpressure.measured(kept_bytes=self._stages[task.stage].kept_bytes)
         self._arbiter.add(self._ready_set.completed(task))
 
     def _task_failed(self, error: Exception, task: TaskId) -> StepFailed:

@@ -1,7 +1,7 @@
 """How many forwards may be in flight on a rank: a number, or one that follows from the pipeline.
 
-A limit knows depth, position and times. It does not count what is in flight, and does not know
-which forwards those are. docs/backpressure.md has the measurements behind the numbers here.
+A limit knows depth, position, times and bytes. It does not count what is in flight, and does not
+know which forwards those are. docs/backpressure.md has the measurements behind the numbers here.
 """
 
 import math
@@ -34,8 +34,18 @@ class Limit(ABC):
     def begin_step(self) -> None:  # noqa: B027 - nothing to do for a number
         """A step begins: what it measures counts from here."""
 
-    def measured(self, *, task_s: float = 0.0, transfer_s: float = 0.0) -> bool:  # noqa: ARG002
-        """Note how long a task or a transfer took; returns whether `value` may have changed."""
+    def measured(
+        self,
+        *,
+        task_s: float = 0.0,  # noqa: ARG002 - a default
+        transfer_s: float = 0.0,  # noqa: ARG002
+        kept_bytes: int = 0,  # noqa: ARG002
+    ) -> bool:
+        """Note how long a task or a transfer took, or what a forward keeps.
+
+        Returns:
+            Whether `value` may have changed.
+        """
         return False
 
 
@@ -92,7 +102,13 @@ class AutoLimit(Limit):
             self._ratio = self._measured_ratio()
         self._forget()
 
-    def measured(self, *, task_s: float = 0.0, transfer_s: float = 0.0) -> bool:
+    def measured(
+        self,
+        *,
+        task_s: float = 0.0,
+        transfer_s: float = 0.0,
+        kept_bytes: int = 0,  # noqa: ARG002 - times are enough here
+    ) -> bool:
         """Add a task's or a transfer's time, in seconds; the one that is 0 is not counted."""
         self._task_s += task_s
         self._tasks += task_s > 0.0
@@ -114,13 +130,82 @@ class AutoLimit(Limit):
         self._tasks = self._transfers = 0
 
 
+class BudgetLimit(Limit):
+    """Another limit, lowered to what fits into a number of bytes.
+
+    Until a forward's bytes are known it is 1. Then it follows from the largest that was measured,
+    so it may fall when a larger one comes.
+    """
+
+    def __init__(self, inner: Limit, budget_bytes: int, *, chunks: int) -> None:
+        self._inner = inner
+        self._budget_bytes = budget_bytes
+        self._beyond = chunks if chunks > 1 else 0  # the bound is the limit and so many more
+        self._largest_bytes = 0
+
+    @property
+    def value(self) -> int:
+        """The lower of both."""
+        if not self._largest_bytes:
+            return 1
+        return min(self._inner.value, self._budget_bytes // self._largest_bytes - self._beyond)
+
+    def for_peak(self, peak: int) -> int:
+        """As the other limit: what a fixed order keeps is not known before it runs."""
+        return self._inner.for_peak(peak)
+
+    def begin_step(self) -> None:
+        """What was measured stays."""
+        self._inner.begin_step()
+
+    def measured(
+        self, *, task_s: float = 0.0, transfer_s: float = 0.0, kept_bytes: int = 0
+    ) -> bool:
+        """Note times for the other limit, bytes for this one.
+
+        Raises:
+            ValueError: If not even the least number of forwards fits.
+        """
+        changed = self._inner.measured(task_s=task_s, transfer_s=transfer_s)
+        if kept_bytes <= self._largest_bytes:
+            return changed
+        self._largest_bytes = kept_bytes
+        least_bytes = kept_bytes * (1 + self._beyond)
+        if self._budget_bytes < least_bytes:
+            raise ValueError(
+                f"activation_budget_bytes={self._budget_bytes} is below {least_bytes}, what the "
+                f"{1 + self._beyond} forwards that this rank must have in flight keep: give that "
+                f"much, or make microbatches smaller"
+            )
+        return True
+
+
 def make_limit(
-    limit: int | Literal["auto"], topology: Topology, rank: int, *, split: bool = False
+    limit: int | Literal["auto"],
+    topology: Topology,
+    rank: int,
+    *,
+    split: bool = False,
+    budget_bytes: int | None = None,
 ) -> Limit:
-    """The limit of `rank`, as set in the config; `split` tells whether backwards are split."""
-    if limit == "auto":
-        if split:
-            return AutoLimit(topology.depth)
-        to_end = sum(topology.depth_after(stage) + 1 for stage in topology.stages_of(rank))
-        return AutoLimit(math.ceil(to_end / topology.chunks))
-    return FixedLimit(limit)
+    """The limit of `rank`.
+
+    Args:
+        limit: A number, or `auto`.
+        topology: The pipeline.
+        rank: Whose limit it is.
+        split: Whether backwards are split.
+        budget_bytes: What its activations may take, or None.
+    """
+    chosen = FixedLimit(limit) if limit != "auto" else AutoLimit(_way(topology, rank, split=split))
+    if budget_bytes is None:
+        return chosen
+    return BudgetLimit(chosen, budget_bytes, chunks=topology.chunks)
+
+
+def _way(topology: Topology, rank: int, *, split: bool) -> int:
+    """The stages that a forward's place is taken for, as `AutoLimit` wants them."""
+    if split:
+        return topology.depth
+    to_end = sum(topology.depth_after(stage) + 1 for stage in topology.stages_of(rank))
+    return math.ceil(to_end / topology.chunks)

@@ -102,7 +102,12 @@ class Runtime:
         self._world = world
         self._config = config
         self._stages = build_stages(
-            stages, world.topology, world.rank, loss_fn, split=config.splits
+            stages,
+            world.topology,
+            world.rank,
+            loss_fn,
+            split=config.splits,
+            count_bytes=config.activation_budget_bytes is not None,
         )
         config.check_order(world.topology)
         self._takes_inputs = any(stage.is_source for stage in self._stages.values())

@@ -22,10 +22,11 @@ def build_stages(
     loss_fn: LossFn | None,
     *,
     split: bool = False,
+    count_bytes: bool = False,
 ) -> dict[int, Stage]:
     """The stages of `rank`, by index; with `split`, their backwards in two where that is possible.
 
-    One that cannot be split is warned of.
+    One that cannot be split is warned of. With `count_bytes` they count what their forwards keep.
 
     Raises:
         ValueError: If `stages` is not one module for each stage that the rank owns, or a first
@@ -47,7 +48,7 @@ def build_stages(
                 f"a stage of rank {rank} is a {type(module).__name__}: give an nn.Module"
             )
     built = {
-        index: Stage(index, module, topology, loss_fn, split=split)
+        index: Stage(index, module, topology, loss_fn, split=split, count_bytes=count_bytes)
         for index, module in zip(owned, modules, strict=True)
     }
     for stage in built.values():

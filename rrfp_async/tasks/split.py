@@ -93,6 +93,14 @@ class Deferred:
     uses: list[_Use] = field(default_factory=list)
     others: list[tuple[torch.nn.Parameter, torch.Tensor]] = field(default_factory=list)
 
+    @property
+    def kept_bytes(self) -> int:
+        """The size of everything that is kept, in bytes."""
+        tensors = [tensor for use in self.uses for tensor in (use.x, use.gradient)]
+        tensors += [gradient for _, gradient in self.others if not gradient.is_sparse]
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
     def accumulate(self) -> None:
         """W: compute the gradients and add each parameter's to its `.grad`."""
         for parameter, gradient, is_ours in self._totals():

@@ -26,6 +26,7 @@ from rrfp_async.tasks.boundary import (
     sum_present,
     writable,
 )
+from rrfp_async.tasks.memory import SavedBytes
 from rrfp_async.tasks.split import Deferral, Deferred, split_support
 from rrfp_async.topology import Topology
 
@@ -79,7 +80,12 @@ _NOTHING = StageInputs(training=False, zero_gradients=False, sizes=())
 
 
 class Stage:
-    """One stage of the pipeline on the rank that owns it."""
+    """One stage of the pipeline on the rank that owns it.
+
+    Attributes:
+        kept_bytes: The most that a microbatch was seen to keep until its gradient is accumulated,
+            if that is counted; else 0.
+    """
 
     def __init__(
         self,
@@ -89,10 +95,13 @@ class Stage:
         loss_fn: LossFn | None,
         *,
         split: bool = False,
+        count_bytes: bool = False,
     ) -> None:
         self.index = index
         self.module = module
         self.split_support = split_support(module)
+        self.kept_bytes = 0
+        self._counts_bytes = count_bytes
         self._wants_split = split
         self._deferral: Deferral | None = None
         self._looked_closer = False
@@ -181,7 +190,12 @@ class Stage:
             else Arguments(tuple(writable(leaf) for leaves in activations for leaf in leaves))
         )
         deferred = None if self._deferral is None else Deferred()
-        with torch.set_grad_enabled(memory.inputs.training), self._deferring(deferred):
+        training = memory.inputs.training
+        with (
+            torch.set_grad_enabled(training),
+            self._deferring(deferred),
+            self._counting(microbatch, activations, counted=training),
+        ):
             output = self.module(*arguments.args, **arguments.kwargs)
             roots = self._end(microbatch, output) if self.is_last else self._tensors_of(output)
         if memory.inputs.training:
@@ -219,6 +233,8 @@ class Stage:
         found: list[torch.Tensor | None] = [None] * len(leaves)
         if roots:
             found = self._deferral.backward_input(saved.deferred, roots, seeds, leaves)
+        if self._counts_bytes:
+            self.kept_bytes = max(self.kept_bytes, saved.deferred.kept_bytes)
         of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
         return self._to_inputs(
             [[of.get(id(leaf)) for leaf in leaves] for leaves in saved.inputs], export
@@ -266,6 +282,26 @@ class Stage:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    @contextmanager
+    def _counting(
+        self, microbatch: int, activations: list[list[torch.Tensor]], *, counted: bool
+    ) -> Iterator[None]:
+        """Note what a forward keeps for its backward, if that is wanted."""
+        if not (self._counts_bytes and counted):
+            yield
+            return
+        with SavedBytes(self.module, self._given(microbatch)) as saved:
+            yield
+        saved.add(tensor for tensors in activations for tensor in tensors)
+        self.kept_bytes = max(self.kept_bytes, saved.total)
+
+    def _given(self, microbatch: int) -> list[torch.Tensor]:
+        """The tensors of the user's batch that the stage gets."""
+        inputs = self._memory.inputs
+        arguments = [(part.args, part.kwargs) for part in inputs.arguments[microbatch:][:1]]
+        leaves = pytree.tree_leaves((arguments, list(inputs.targets[microbatch:][:1])))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def _zero_once(self) -> None:
         """At a step's first accumulation, start from nothing where that was asked for."""
