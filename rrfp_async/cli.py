@@ -18,7 +18,8 @@ from rich.table import Table
 from rrfp_async.config import Config
 from rrfp_async.errors import RrfpError
 from rrfp_async.hints import FILES, HINTS
-from rrfp_async.sim.costs import JITTERS, PROFILES, TASK_S, Costs, draw_costs, read_costs
+from rrfp_async.sim.costs import JITTERS, PROFILES, TASK_S, draw_costs, read_costs
+from rrfp_async.sim.paper import count_simulations, paper_grid
 from rrfp_async.sim.simulate import Result, simulate
 from rrfp_async.topology import Topology
 
@@ -49,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def list_hints() -> None:
     """List the hint orders, one line each."""
     for name, hint in HINTS.items():
-        typer.echo(f"{name:<12}{hint.summary}")
+        typer.echo(f"{name:<16}{hint.summary}")
     for form, (summary, _) in FILES.items():
-        typer.echo(f"{form:<12}{summary}")
+        typer.echo(f"{form:<16}{summary}")
 
 
 @app.command("simulate")
@@ -91,9 +92,16 @@ def run_simulation(
     trace_dir: Annotated[
         Path | None, typer.Option(help="Write each rank's dispatch log there.")
     ] = None,
+    paper: Annotated[
+        bool, typer.Option("--paper", help="The paper's evaluation instead, --seeds draws each.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(help="Of --paper.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Run one training step on the virtual cluster: real dispatchers, virtual time."""
+    if paper:
+        _run_paper(seeds, as_json=as_json)
+        return
     if costs is None:
         drawn = draw_costs(
             stages=8 if stages is None else stages,
@@ -119,12 +127,26 @@ def run_simulation(
         trace_dir=trace_dir,
     )
     topology = _topology(drawn.stages, chunks, placement)
-    with _progress(drawn) as done:
+    tasks = 4 * drawn.stages * drawn.microbatches
+    with _progress(tasks, "simulating, 1F1B beside it", least=_SHOWN_TASKS_LEAST) as done:
         result = simulate(drawn, config, topology, dispatch_s=dispatch_cost, done=done)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
     else:
         _show(result)
+
+
+def _run_paper(seeds: int, *, as_json: bool) -> None:
+    with _progress(count_simulations(seeds), "the paper's grid", least=0) as done:
+        rows = paper_grid(seeds, done)
+    if as_json:
+        typer.echo(json.dumps({"rows": [dataclasses.asdict(row) for row in rows]}))
+        return
+    table = Table("topic", "setting", "measure", "paper", "ours", box=None)
+    for row in rows:
+        numbers = (f"{row.paper:.2f}", f"{row.ours:.2f}")
+        table.add_row(row.topic, row.setting, row.measure, *numbers)
+    Console(width=100).print(table)
 
 
 def _topology(stages: int, chunks: int, placement: str) -> Topology:
@@ -156,15 +178,14 @@ def _limit(word: str) -> int | Literal["auto"]:
 
 
 @contextmanager
-def _progress(costs: Costs) -> Iterator[Callable[[], None]]:
-    """A progress bar for long simulations, on a terminal."""
-    tasks = 4 * costs.stages * costs.microbatches
+def _progress(total: int, label: str, *, least: int) -> Iterator[Callable[[], None]]:
+    """A progress bar for what is long, on a terminal."""
     console = Console(stderr=True)
-    if tasks < _SHOWN_TASKS_LEAST or not console.is_terminal:
+    if total < least or not console.is_terminal:
         yield lambda: None
         return
     with Progress(console=console, transient=True) as progress:
-        bar = progress.add_task("simulating, 1F1B beside it", total=tasks)
+        bar = progress.add_task(label, total=total)
         yield lambda: progress.advance(bar)
 
 

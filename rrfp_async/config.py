@@ -84,7 +84,7 @@ class Config:
         if self.binding and not isinstance(self.order, Schedule):
             raise ValueError(
                 f"binding=True executes a list as it stands, but hint {self.hint_name!r} is a "
-                f"rule: use gpipe, 1f1b, csv:FILE, replay:DIR or a schedule object, or leave "
+                f"rule: use one of the lists that `python -m rrfp_async hints` shows, or leave "
                 f"binding out"
             )
         if self.execution.binding and self.activation_budget_bytes is not None:

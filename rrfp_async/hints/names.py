@@ -7,7 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from rrfp_async.hints.base import HintOrder
+from rrfp_async.hints.loop_placement import interleaved, interleaved_zero_bubble, looped_bfs
 from rrfp_async.hints.published import (
+    LOOP,
+    V_OF_TWO,
     PublishedSchedule,
     gpipe,
     one_forward_one_backward,
@@ -16,6 +19,7 @@ from rrfp_async.hints.published import (
 from rrfp_async.hints.recorded import from_torch, is_torch_schedule, read_csv, read_log
 from rrfp_async.hints.rounds import DirectionPriority, RoundHint
 from rrfp_async.hints.schedule import Execution, ListedOrder, Schedule
+from rrfp_async.hints.v_placement import dual_pipe_v, zero_bubble_v
 from rrfp_async.topology import Topology
 
 
@@ -64,6 +68,28 @@ HINTS: Mapping[str, NamedHint] = MappingProxyType(
         "zb-h1": NamedHint(
             "a list: 1f1b with the backward split and weight gradients put off, at 1f1b's memory",
             lambda: PublishedSchedule("zb-h1", zero_bubble_h1, splits=True),
+        ),
+        "looped-bfs": NamedHint(
+            "a list: all forwards chunk after chunk, then back; chunks in a loop",
+            lambda: PublishedSchedule("looped-bfs", looped_bfs, needs=LOOP),
+        ),
+        "interleaved": NamedHint(
+            "a list: 1f1b of several chunks a rank in turn, in rounds; chunks in a loop",
+            lambda: PublishedSchedule("interleaved", interleaved, needs=LOOP),
+        ),
+        "interleaved-zb": NamedHint(
+            "a list: interleaved with the backward split, weight gradients put off",
+            lambda: PublishedSchedule(
+                "interleaved-zb", interleaved_zero_bubble, needs=LOOP, splits=True
+            ),
+        ),
+        "zbv": NamedHint(
+            "a list: zero bubble for two chunks a rank placed in a V",
+            lambda: PublishedSchedule("zbv", zero_bubble_v, needs=V_OF_TWO, splits=True),
+        ),
+        "dualpipev": NamedHint(
+            "a list: a forward of one, then a backward of the other of two chunks placed in a V",
+            lambda: PublishedSchedule("dualpipev", dual_pipe_v, needs=V_OF_TWO, splits=True),
         ),
     }
 )

@@ -1,5 +1,8 @@
 """Schedules known from the literature, generated for any depth and number of microbatches.
 
+Here are those of one stage a rank, and what checks that a pipeline is one that a schedule is made
+for; `loop_placement` and `v_placement` have those of several.
+
 GPipe (arXiv 1811.06965) runs all forwards, then all backwards. 1F1B (PipeDream-flush, arXiv
 2006.09503; Megatron-LM, arXiv 2104.04473) runs as many forwards as stages follow, then alternates.
 ZB-H1 (Zero Bubble, arXiv 2401.10241) is 1F1B with the backward split; stage s puts its weight
@@ -7,6 +10,7 @@ gradients off by s microbatches, which fills the pipeline's end and keeps 1F1B's
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rrfp_async.hints.schedule import Schedule
 from rrfp_async.ids import TaskId, TaskKind
@@ -16,14 +20,57 @@ Generate = Callable[[Topology, int, int], list[TaskId]]
 """The tasks of (topology, rank, microbatches) in order."""
 
 
-class PublishedSchedule(Schedule):
-    """A schedule that a rule generates, rank by rank."""
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """The pipelines that a schedule is made for.
 
-    def __init__(self, name: str, generate: Generate, *, splits: bool = False) -> None:
+    Attributes:
+        chunks: Model chunks per rank, or None for any number.
+        placement: Of the chunks, as a Topology takes it, or None where there is only one.
+    """
+
+    chunks: int | None = None
+    placement: str | None = None
+
+    def __str__(self) -> str:
+        chunks = None if self.chunks is None else f"chunks={self.chunks}"
+        placement = None if self.placement is None else f"placement={self.placement!r}"
+        return " and ".join(filter(None, (chunks, placement)))
+
+    def met_by(self, topology: Topology) -> bool:
+        """Whether the ranks own the stages that they should; the name of a placement is nothing."""
+        if self.chunks not in {None, topology.chunks}:
+            return False
+        wanted = Topology(
+            topology.pp, chunks=topology.chunks, placement=self.placement or topology.placement
+        )
+        stages = range(topology.num_stages)
+        return all(topology.rank_of(stage) == wanted.rank_of(stage) for stage in stages)
+
+
+ONE_CHUNK = Needs(chunks=1)
+LOOP = Needs(placement="loop")
+V_OF_TWO = Needs(chunks=2, placement="v")
+
+
+class PublishedSchedule(Schedule):
+    """A schedule that a rule generates, rank by rank.
+
+    Args:
+        name: Its name in the field.
+        generate: The rule.
+        needs: The pipelines that the rule is made for.
+        splits: Whether it splits backwards into I and W.
+    """
+
+    def __init__(
+        self, name: str, generate: Generate, *, needs: Needs = ONE_CHUNK, splits: bool = False
+    ) -> None:
         super().__init__()
         self.splits = splits
         self._name = name
         self._generate = generate
+        self._needs = needs
 
     @property
     def name(self) -> str:
@@ -36,9 +83,39 @@ class PublishedSchedule(Schedule):
         microbatches: int,
         step: int,  # noqa: ARG002 - every step has the same
     ) -> Sequence[Sequence[TaskId]]:
-        """The generated lists."""
+        """The generated lists.
+
+        Raises:
+            ValueError: If the schedule is not made for this pipeline or number of microbatches.
+        """
+        self._check_needs(topology)
         ranks = range(topology.world_size)
         return [self._generate(topology, rank, microbatches) for rank in ranks]
+
+    def forwards(
+        self,
+        topology: Topology,
+        microbatches: int,
+        step: int,  # noqa: ARG002 - every step has the same
+    ) -> Sequence[Sequence[TaskId]]:
+        """Chunk after chunk: an evaluation need not have as many microbatches as the rule wants."""
+        self._check_needs(topology)
+        return [
+            [
+                TaskId(stage, TaskKind.F, index)
+                for stage in topology.stages_of(rank)
+                for index in range(microbatches)
+            ]
+            for rank in range(topology.world_size)
+        ]
+
+    def _check_needs(self, topology: Topology) -> None:
+        if not self._needs.met_by(topology):
+            raise ValueError(
+                f"hint {self._name!r} needs {self._needs}, got chunks={topology.chunks} and "
+                f"placement={topology.placement!r}: build the Topology so, or take a hint that "
+                f"fits every pipeline, such as 'bf'"
+            )
 
 
 def gpipe(topology: Topology, rank: int, microbatches: int) -> list[TaskId]:

@@ -51,6 +51,12 @@ class Schedule(ABC):
             step: What `step_for` says of the step's number.
         """
 
+    def forwards(
+        self, topology: Topology, microbatches: int, step: int
+    ) -> Sequence[Sequence[TaskId]]:
+        """The tasks of an evaluation in order, as `orders`; what is no forward is left out."""
+        return self.orders(topology, microbatches, step)
+
     def row(self, rank: int) -> str:
         """Where the list of `rank` stands, in words."""
         return f"{self.name}, rank {rank}"
@@ -71,7 +77,8 @@ class Schedule(ABC):
         key = (microbatches, step, rules)
         if key not in self._plans:
             self._plans.clear()  # lists can be long, and steps mostly go on as they began
-            orders = self.orders(topology, microbatches, step)
+            ordered = self.orders if rules.training else self.forwards
+            orders = ordered(topology, microbatches, step)
             self._plans[key] = checked_plan(orders, topology, microbatches, rules, self.row)
         return self._plans[key]
 

@@ -162,6 +162,7 @@ def draw_costs(
     delay_s: float,
     seed: int,
     task_s: float = TASK_S,
+    encoder_scale: float = 1.0,
 ) -> Costs:
     """Draw the costs of a step; the same arguments give the same costs.
 
@@ -175,6 +176,7 @@ def draw_costs(
         delay_s: Median of the transfers' delays, lognormal with sigma 1. 0 for none.
         seed: Of the draws.
         task_s: What F, I and W take each on an ordinary stage, in seconds; 10 ms.
+        encoder_scale: How many times as long the encoder's stages take, in the median.
 
     Raises:
         ValueError: If an argument breaks its rule.
@@ -186,7 +188,7 @@ def draw_costs(
                 f"{name}={seconds} must be seconds, at least 0 and at most {_MOST_S:g}"
             )
     draws = partial(_source, seed, stages, microbatches)  # a stream for each table
-    factors = _factors(stages, microbatches, profile, draws("encoder"))
+    factors = _factors(stages, microbatches, profile, encoder_scale, draws("encoder"))
     times = tuple(tuple(factor * task_s for factor in row) for row in factors)
     kinds = [_jittered(times, JITTERS[jitter], draws(kind)) for kind in "FIW"]
     delays = [
@@ -199,11 +201,14 @@ def _source(seed: int, stages: int, microbatches: int, what: str) -> random.Rand
     return random.Random(f"{seed}/{stages}/{microbatches}/{what}")
 
 
-def _factors(stages: int, microbatches: int, profile: str, source: random.Random) -> Table:
+def _factors(
+    stages: int, microbatches: int, profile: str, scale: float, source: random.Random
+) -> Table:
     """How many times an ordinary stage's work each stage has, per microbatch."""
     encoder = [1.0] * microbatches
     if profile == "multimodal":
-        encoder = [source.lognormvariate(0.0, _ENCODER_SIGMA) for _ in range(microbatches)]
+        draw = partial(source.lognormvariate, 0.0, _ENCODER_SIGMA)
+        encoder = [scale * draw() for _ in range(microbatches)]
     rows = []
     for stage in range(stages):
         row = encoder if stage < stages // 3 else [1.0] * microbatches

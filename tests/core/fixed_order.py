@@ -49,7 +49,7 @@ class Core:
     def __init__(self, config: Config, topology: Topology, rank: int) -> None:
         self.ready_set = ReadySet(topology, rank, deterministic=config.deterministic)
         self.backpressure = Backpressure(
-            make_limit(config.limit, topology, rank, split=config.splits)
+            make_limit(config.limit, topology, rank, split=config.splits), chunks=topology.chunks
         )
         order = make_order(config.order, topology, rank, config.execution)
         self.arbiter = Arbiter(order, self.backpressure)
@@ -110,20 +110,33 @@ class Cores:
         self._became_ready(core, core.ready_set.completed(task))
         if task.kind is TaskKind.F:
             for edge in self._topology.out_edges(task.stage):
-                core.backpressure.send_opened()
-                self._pool.append(partial(self._activation, edge, task.microbatch))
+                if self._topology.is_local(edge):
+                    self._activation(edge, task.microbatch)
+                else:
+                    core.backpressure.send_opened()
+                    self._pool.append(partial(self._sent, edge, task.microbatch))
         elif task.kind is not TaskKind.W:
             for edge in self._topology.in_edges(task.stage):
-                self._pool.append(partial(self._gradient, edge, task.microbatch))
+                if self._topology.is_local(edge):
+                    self._gradient(edge, task.microbatch)
+                else:
+                    self._pool.append(partial(self._gradient, edge, task.microbatch))
 
-    def _activation(self, edge: Edge, microbatch: int) -> None:
-        sender, receiver = self.ranks[edge.source], self.ranks[edge.target]
+    def _owner(self, stage: int) -> Core:
+        return self.ranks[self._topology.rank_of(stage)]
+
+    def _sent(self, edge: Edge, microbatch: int) -> None:
+        sender = self._owner(edge.source)
         sender.backpressure.send_closed()
         self._pool.append(partial(self._choose, sender))
+        self._activation(edge, microbatch)
+
+    def _activation(self, edge: Edge, microbatch: int) -> None:
+        receiver = self._owner(edge.target)
         self._became_ready(receiver, receiver.ready_set.activation_arrived(edge, microbatch))
 
     def _gradient(self, edge: Edge, microbatch: int) -> None:
-        receiver = self.ranks[edge.source]
+        receiver = self._owner(edge.source)
         self._became_ready(receiver, receiver.ready_set.gradient_arrived(edge, microbatch))
 
     def _became_ready(self, core: Core, ready: list[TaskId]) -> None:

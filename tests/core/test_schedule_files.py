@@ -19,6 +19,7 @@ from rrfp_async.hints import Schedule, resolve_hint
 from rrfp_async.ids import TaskId
 from rrfp_async.topology import Topology
 from tests.core.fixed_order import Cores, tasks_of
+from tests.core.torch_stages import built, stage
 from tests.core.words import tasks, words
 
 ROWS = ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
@@ -214,23 +215,9 @@ def test_a_csv_is_read_when_the_config_is_made(tmp_path: Path) -> None:
 # -- torch's schedule objects ----------------------------------------------------------------------
 
 
-def stage(index: int, stages: int, ranks: int) -> Any:
-    """As much of a torch stage as a schedule asks for when it is built, without process groups."""
-    return SimpleNamespace(
-        num_stages=stages,
-        group_size=ranks,
-        group_rank=0,
-        stage_index=index,
-        submod=None,
-        is_first=index == 0,
-        is_last=index == stages - 1,
-    )
-
-
 def looped(kind: Any, microbatches: int, *, ranks: int = 2, chunks: int = 1) -> Any:
     """A torch schedule of several stages per rank, as rank 0 builds it."""
-    stages = [stage(chunk * ranks, ranks * chunks, ranks) for chunk in range(chunks)]
-    return kind(stages, microbatches)
+    return built(kind, Topology(ranks, chunks=chunks), microbatches)
 
 
 def ordered(*rows: list[Any]) -> Any:
