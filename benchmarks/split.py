@@ -88,7 +88,7 @@ def ours(stage: Stage) -> None:
     stage.deferral.install()
     with stage.deferral.forward(kept):
         y = stage.clock("forward", lambda: stage.module(stage.x))
-    stage.clock("input", lambda: stage.deferral.backward_input(kept, [y], [stage.seed], [stage.x]))
+    stage.clock("input", lambda: stage.deferral.backward_input(kept, [y], [stage.seed]))
     stage.clock("weight", kept.accumulate)
     stage.deferral.remove()
 

@@ -51,10 +51,24 @@ def build_stages(
         index: Stage(index, module, topology, loss_fn, split=split, count_bytes=count_bytes)
         for index, module in zip(owned, modules, strict=True)
     }
+    _check_shared(built, rank)
     for stage in built.values():
         _check_reserved(stage)
         stage.warn_if_whole()
     return built
+
+
+def _check_shared(stages: dict[int, Stage], rank: int) -> None:
+    """Refuse stages of one rank that share a parameter: in which order would they add to it?"""
+    owners: dict[int, int] = {}
+    for index, stage in stages.items():
+        for name, parameter in stage.module.named_parameters():
+            owner = owners.setdefault(id(parameter), index)
+            if owner != index:
+                raise ValueError(
+                    f"stages {owner} and {index} of rank {rank} share the parameter {name!r}, and "
+                    f"weights tied between stages are not supported: give each stage its own"
+                )
 
 
 def _check_reserved(stage: Stage) -> None:

@@ -27,7 +27,8 @@ from rrfp_async.tasks.boundary import (
     writable,
 )
 from rrfp_async.tasks.memory import SavedBytes
-from rrfp_async.tasks.split import Deferral, Deferred, split_support
+from rrfp_async.tasks.split import Deferral, Deferred
+from rrfp_async.tasks.split_support import SplitSupport, split_support
 from rrfp_async.topology import Topology
 
 LossFn = Callable[[Any, Any], Any]
@@ -104,7 +105,9 @@ class Stage:
         self._counts_bytes = count_bytes
         self._wants_split = split
         self._deferral: Deferral | None = None
-        self._looked_closer = False
+        self._found: SplitSupport | None = None
+        self._told: SplitSupport | None = None
+        self._trained = False
         self.is_source = topology.is_source(index)
         self.is_last = index == topology.last_stage
         self._is_local = topology.is_local
@@ -112,7 +115,7 @@ class Stage:
         self._out_edges = topology.out_edges(index)
         self._loss_fn = loss_fn
         self._memory = _Memory(_NOTHING)
-        self._zero_pending = False
+        self._to_zero: list[torch.nn.Parameter] = []
         self._modes: list[tuple[torch.nn.Module, bool]] = []
 
     @property
@@ -134,10 +137,12 @@ class Stage:
     def begin_step(self, inputs: StageInputs) -> None:
         """Set up a step. In evaluation the module is in eval mode until the step ends."""
         self._memory = _Memory(inputs)
-        self._zero_pending = inputs.training and inputs.zero_gradients
-        if inputs.training and self.splits:
-            self._deferral = Deferral(self.module)
-            self._deferral.install()
+        self._to_zero = list(self.module.parameters()) if inputs.zero_gradients else []
+        if inputs.training and self._wants_split:
+            self._look_again()
+            if self.splits:
+                self._deferral = Deferral(self.module)
+                self._deferral.install()
         if not inputs.training:
             self._modes = [(module, module.training) for module in self.module.modules()]
             self.module.eval()
@@ -147,6 +152,7 @@ class Stage:
         if self._deferral is not None:
             self._deferral.remove()
             self._deferral = None
+            self._trained = True
         for module, mode in self._modes:
             module.training = mode
         self._modes = []
@@ -200,7 +206,7 @@ class Stage:
             roots = self._end(microbatch, output) if self.is_last else self._tensors_of(output)
         if memory.inputs.training:
             memory.saved[microbatch] = _Saved(activations, roots, deferred)
-            self._look_closer(roots)
+            self._look_closer(microbatch, roots)
         if self.is_last:
             return ()
         specs = tuple(spec_of(root) for root in roots)
@@ -229,16 +235,11 @@ class Stage:
             raise ProtocolError(f"stage {self.index} was not set up to split its backward")
         self._memory.deferred[microbatch] = saved.deferred
         roots, seeds = self._seeds(saved.roots, gradients)
-        leaves = [leaf for edge in saved.inputs for leaf in edge if leaf.requires_grad]
-        found: list[torch.Tensor | None] = [None] * len(leaves)
         if roots:
-            found = self._deferral.backward_input(saved.deferred, roots, seeds, leaves)
+            self._deferral.backward_input(saved.deferred, roots, seeds)
         if self._counts_bytes:
             self.kept_bytes = max(self.kept_bytes, saved.deferred.kept_bytes)
-        of = {id(leaf): gradient for leaf, gradient in zip(leaves, found, strict=True)}
-        return self._to_inputs(
-            [[of.get(id(leaf)) for leaf in leaves] for leaves in saved.inputs], export
-        )
+        return self._to_inputs([[leaf.grad for leaf in leaves] for leaves in saved.inputs], export)
 
     def backward_weight(self, microbatch: int) -> tuple[Outgoing, ...]:
         """W: accumulate the gradients of the module's parameters that I left."""
@@ -263,19 +264,25 @@ class Stage:
         with self._deferral.forward(deferred):
             yield
 
-    def _look_closer(self, roots: tuple[torch.Tensor, ...]) -> None:
-        """After the first forward ever, know what only a graph can tell."""
-        if self._deferral is None or self._looked_closer:
+    def _look_closer(self, microbatch: int, roots: tuple[torch.Tensor, ...]) -> None:
+        """After the first step's forwards, and each later step's first, know what a graph tells."""
+        if self._deferral is None or (self._trained and len(self._memory.saved) > 1):
             return
-        self._looked_closer = True
-        found = self._deferral.look_for_reentrant(roots)
+        inputs = (leaf for leaves in self._memory.saved[microbatch].inputs for leaf in leaves)
+        found = self._deferral.study(roots, inputs)
         if found is not None:
-            self.split_support = found
+            self._found, self.split_support = found, found
             self.warn_if_whole()
 
+    def _look_again(self) -> None:
+        """Before a step: a hook, a wrapper or a compilation may have come since."""
+        self.split_support = self._found or split_support(self.module)
+        self.warn_if_whole()
+
     def warn_if_whole(self) -> None:
-        """Warn, naming the stage, if its backward is to be split and cannot be."""
-        if self._wants_split and self.split_support.mode == "full":
+        """Warn once, naming the stage, if its backward is to be split and cannot be."""
+        told, self._told = self._told, self.split_support
+        if self._wants_split and self.split_support.mode == "full" and told != self._told:
             warnings.warn(
                 f"the backward of stage {self.index} is not split, {self.split_support.reason}: "
                 f"it runs as a whole (B)",
@@ -305,9 +312,9 @@ class Stage:
 
     def _zero_once(self) -> None:
         """At a step's first accumulation, start from nothing where that was asked for."""
-        if self._zero_pending:
-            self.module.zero_grad(set_to_none=True)
-            self._zero_pending = False
+        for parameter in self._to_zero:
+            parameter.grad = None
+        self._to_zero = []
 
     def _way_out(self, edge: Edge, export: Export) -> Export:
         """How a tensor leaves over `edge`; one that stays on the rank is copied.

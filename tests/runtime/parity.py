@@ -37,7 +37,7 @@ class Run:
 
 def topology_of(case: Case) -> r.Topology:
     edges = None if case.edges is None else tuple(r.Edge(*edge) for edge in case.edges)
-    return r.Topology(len(case.stages), edges)
+    return r.Topology(len(case.stages) // case.chunks, edges, case.chunks, case.placement)
 
 
 def shaken(seed: int, *, send_most_s: float = SEND_MOST_S) -> Wrap:
@@ -47,25 +47,27 @@ def shaken(seed: int, *, send_most_s: float = SEND_MOST_S) -> Wrap:
 
 
 async def pipelined(case: Case, folder: Path, *, wrap: Wrap | None = None) -> Run:
-    """The case's steps on one rank per stage, in this process."""
+    """The case's steps on all its ranks, in this process."""
     torch.set_num_threads(1)
     stages = copy.deepcopy(list(case.stages))
+    topology = topology_of(case)
 
     async def main(world: r.World) -> list[tuple[r.StepResult, dict[str, Tensor | None]]]:
         async with build(case, stages, world if wrap is None else wrap(world), folder) as runtime:
-            return [await _one(runtime, stages, world.rank, step) for step in case.steps]
+            return [await _one(runtime, stages, world, step) for step in case.steps]
 
-    by_rank = await r.run_local(len(stages), main, topology=topology_of(case))
-    outcomes = [_joined([rank[i] for rank in by_rank]) for i in range(len(case.steps))]
+    by_rank = await r.run_local(topology.world_size, main, topology=topology)
+    last_rank = topology.rank_of(topology.last_stage)
+    outcomes = [_joined([rank[i] for rank in by_rank], last_rank) for i in range(len(case.steps))]
     results = [[result for result, _ in rank] for rank in by_rank]
-    return Run(outcomes, results, [order_of(folder, rank) for rank in range(len(stages))])
+    return Run(outcomes, results, [order_of(folder, rank) for rank in range(len(by_rank))])
 
 
 def build(case: Case, stages: list[nn.Module], world: r.World, folder: Path | None) -> r.Runtime:
     """The Runtime of one rank of the case."""
     options = {"microbatches": case.microbatches, "trace_dir": folder, **case.options}
     return r.Runtime(
-        stages[world.rank],
+        [stages[stage] for stage in world.topology.stages_of(world.rank)],
         world=world,
         config=r.Config(**options),
         loss_fn=case.loss_fn,
@@ -74,20 +76,21 @@ def build(case: Case, stages: list[nn.Module], world: r.World, folder: Path | No
 
 
 async def _one(
-    runtime: r.Runtime, stages: list[nn.Module], rank: int, step: Step
+    runtime: r.Runtime, stages: list[nn.Module], world: r.World, step: Step
 ) -> tuple[r.StepResult, dict[str, Tensor | None]]:
-    args = step.inputs.get(rank, ())
+    owned = world.topology.stages_of(world.rank)
+    args = next((step.inputs[stage] for stage in owned if stage in step.inputs), ())
     if step.training:
         result = await runtime.train_step(*args, target=step.target, update=step.update)
     else:
         result = await runtime.eval_step(*args, target=step.target)
-    prefix = f"stage {rank} "
-    own = {k: v for k, v in gradients_of(stages).items() if k.startswith(prefix)}
+    prefixes = tuple(f"stage {stage} " for stage in owned)
+    own = {k: v for k, v in gradients_of(stages).items() if k.startswith(prefixes)}
     return result, own
 
 
-def _joined(ranks: list[tuple[r.StepResult, dict[str, Tensor | None]]]) -> Outcome:
-    last = ranks[-1][0]
+def _joined(ranks: list[tuple[r.StepResult, dict[str, Tensor | None]]], last_rank: int) -> Outcome:
+    last = ranks[last_rank][0]
     assert {result.loss for result, _ in ranks} == {last.loss}, "ranks disagree on the loss"
     gradients = {name: grad for _, held in ranks for name, grad in held.items()}
     return Outcome(last.loss, last.losses, last.outputs, gradients)

@@ -31,7 +31,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Case:
-    """A model in stages, and the steps it goes through. Stage modules are copied before use."""
+    """A model in stages, and the steps it goes through. Stage modules are copied before use.
+
+    `chunks` and `placement` only say which rank owns what.
+    """
 
     stages: Sequence[nn.Module]
     steps: Sequence[Step]
@@ -40,6 +43,8 @@ class Case:
     edges: tuple[tuple[int, int], ...] | None = None
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    chunks: int = 1
+    placement: str | tuple[int, ...] = "loop"
 
     @property
     def graph(self) -> tuple[tuple[int, int], ...]:

@@ -11,9 +11,11 @@ from tests.tasks.split_harness import MIDDLE, Case, summed
 from tests.tasks.split_models import (
     WIDTH,
     Block,
+    Experts,
     MyLinear,
     Scale,
     Tied,
+    TwoLayersOneWeight,
     applied,
     chunked,
     frozen,
@@ -67,6 +69,14 @@ SHAPES = [
     Case("2-D layer, no bias", linear(bias=False), X),
     Case("4-D inputs", mlp, randn(2, 3, 4, WIDTH)),
     Case("4-D inputs, no bias", lambda: mlp(bias=False), randn(2, 3, 4, WIDTH)),
+    Case("4-D inputs, many", mlp, randn(8, 7, 33, WIDTH)),
+    Case("4-D inputs, wide", partial(mlp, 256), randn(2, 4, 32, 256)),
+    Case("1-D bf16", partial(mlp, dtype=torch.bfloat16), randn(WIDTH, dtype=torch.bfloat16)),
+    Case(
+        "4-D bf16",
+        partial(mlp, dtype=torch.bfloat16),
+        randn(2, 3, 4, WIDTH, dtype=torch.bfloat16),
+    ),
     Case("5-D inputs", linear(), randn(2, 1, 3, 2, WIDTH)),
     Case("1-D inputs", mlp, randn(WIDTH)),
     Case("1-D inputs, no bias", linear(bias=False), randn(WIDTH)),
@@ -189,6 +199,16 @@ USES = [
     Case(
         "an output twice, and the input", applied(lambda m, x: (y := m.a(x), y, x), a=linear()), X
     ),
+    Case(
+        "an output gets no gradient",
+        applied(lambda m, x: (m.a(x), m.b(x)), a=linear(), b=linear(4)),
+        X,
+        seeds_of=lambda y: None if y.shape[-1] == 4 else y.cos(),
+        places=(MIDDLE,),
+    ),
+    Case("no output gets a gradient", mlp, X, seeds_of=lambda _: None, places=(MIDDLE,)),
+    Case("experts, some without rows", Experts, X),
+    Case("two layers, one weight", TwoLayersOneWeight, X3),
     Case("an unused layer", applied(lambda m, x: m.a(x), a=linear(), b=linear()), X),
     Case(
         "two inputs",

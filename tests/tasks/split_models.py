@@ -102,6 +102,34 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.embed(tokens)))
 
 
+class TwoLayersOneWeight(nn.Module):
+    """Two layers that share their weight, not their bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x)))
+
+
+class Experts(nn.Module):
+    """Every row goes to one of four layers; one of these never gets any, one sometimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long() + (x[:, 1] > 1).long()
+        y = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            rows = (chosen == index).nonzero().squeeze(1)
+            y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
 def transformer_layer(dropout: float = 0.0, *, norm_first: bool = False) -> nn.Module:
     """Torch's own."""
     return nn.TransformerEncoderLayer(
