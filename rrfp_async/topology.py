@@ -3,7 +3,7 @@
 Arithmetic only: no process group, no device, no module is known here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rrfp_async.ids import Edge, Link
@@ -34,8 +34,9 @@ def _placed(placement: object, pp: int, chunks: int) -> tuple[int, ...]:
     if placement == "v":
         there_and_back = [*range(pp), *reversed(range(pp))]
         return tuple(there_and_back[stage % (2 * pp)] for stage in stages)
-    listed = placement if isinstance(placement, tuple) else ()
-    if sorted(listed) != sorted(list(range(pp)) * chunks) or listed[0] != 0:
+    listed = tuple(placement) if isinstance(placement, tuple | list) else ()
+    ranks = all(type(rank) is int for rank in listed)
+    if not ranks or sorted(listed) != sorted([*range(pp)] * chunks) or listed[0] != 0:
         raise ValueError(
             f"placement={placement!r} must be one of {', '.join(map(repr, PLACEMENTS))}, or the "
             f"rank of each of the {pp * chunks} stages, each of the ranks 0..{pp - 1} {chunks} "
@@ -65,7 +66,7 @@ class Topology:
     pp: int
     edges: tuple[Edge, ...] | None = None
     chunks: int = 1
-    placement: str | tuple[int, ...] = "loop"
+    placement: str | Sequence[int] = "loop"
     _ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _stages: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _in: dict[int, tuple[Edge, ...]] = field(init=False, repr=False, compare=False)
@@ -80,6 +81,8 @@ class Topology:
                 f"chunks={self.chunks!r} must be an int of at least 1: give the stages per rank"
             )
         self._set("_ranks", _placed(self.placement, self.pp, self.chunks))
+        if not isinstance(self.placement, str):
+            self._set("placement", self._ranks)
         owned: dict[int, list[int]] = {rank: [] for rank in range(self.pp)}
         for stage, rank in enumerate(self._ranks):
             owned[rank].append(stage)
