@@ -38,6 +38,7 @@ class _Use:
     version: int  # of x, when I ran
     cast: int  # equal for uses of one cast of the weight
     gradient: torch.Tensor  # (rows, out features), likewise
+    for_bias: torch.Tensor | None  # summed in I, while the gradient is at hand
 
     def products(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """The gradients of the weight and of the bias.
@@ -52,8 +53,8 @@ class _Use:
             )
         if self.weight.requires_grad:
             yield self.weight, _weight_gradient(self.gradient, self.weight, self.x)
-        if self.bias is not None and self.bias.requires_grad:
-            yield self.bias, self.gradient.sum(0)
+        if self.bias is not None and self.for_bias is not None:
+            yield self.bias, self.for_bias
 
 
 @dataclass(slots=True)
@@ -170,10 +171,12 @@ class _DeferredLinear(torch.autograd.Function):
         call: _Call = ctx.call
         if not call.kept.collecting or id(ctx.weight) in call.undeferred:
             return (*_at_once(ctx, gradient, x), None)
-        use = _Use(ctx.weight, ctx.bias, x.detach(), x._version, call.cast, gradient)
-        call.kept.uses.append(use)
-        wanted = ctx.needs_input_grad[0]
-        return (_input_gradient(gradient, used_weight, x) if wanted else None), None, None, None
+        for_x, _, for_bias = ctx.needs_input_grad[:3]
+        bias_gradient = gradient.sum(0) if for_bias else None
+        call.kept.uses.append(
+            _Use(ctx.weight, ctx.bias, x.detach(), x._version, call.cast, gradient, bias_gradient)
+        )
+        return (_input_gradient(gradient, used_weight, x) if for_x else None), None, None, None
 
 
 def _at_once(ctx: Any, gradient: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
