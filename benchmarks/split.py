@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass
 from datetime import date
 
 import torch
-from gpt import Block, GPTConfig
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -30,6 +29,7 @@ from rrfp_async.tasks.split import Deferral, Deferred
 
 BLOCKS = 4
 WIDTHS = (64, 256, 768)
+CONTEXT = 128
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,29 @@ class Row:
     both_over_fused: float
     torch_both_over_fused: float
     forward: float
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block `(batch, seq, width)`, as examples/gpt.py has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.project = nn.Linear(width, width)
+        self.heads = max(1, width // 64)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Causal self-attention and the MLP, each with a residual."""
+        batch, seq, width = hidden.shape
+        mixed = self.queries_keys_values(self.norm1(hidden))
+        parts = mixed.view(batch, seq, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        seen = nn.functional.scaled_dot_product_attention(*parts, is_causal=True)
+        hidden = hidden + self.project(seen.transpose(1, 2).reshape(batch, seq, width))
+        return hidden + self.mlp(self.norm2(hidden))
 
 
 class Stage:
@@ -108,9 +131,8 @@ def torchs(stage: Stage) -> None:
 def measure(width: int, *, tokens: int, repeats: int) -> Row:
     """The ratios at one width."""
     torch.manual_seed(0)
-    config = GPTConfig(width=width, heads=max(1, width // 64))
-    module = nn.Sequential(*(Block(config) for _ in range(BLOCKS)))
-    shape = (max(1, tokens // config.context), config.context, width)
+    module = nn.Sequential(*(Block(width) for _ in range(BLOCKS)))
+    shape = (max(1, tokens // CONTEXT), CONTEXT, width)
     x, seed = torch.randn(shape), torch.randn(shape)
     stages = {run: Stage(module, x, seed) for run in (fused, ours, torchs)}
     for _ in range(repeats + 2):
