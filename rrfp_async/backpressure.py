@@ -31,8 +31,8 @@ class Backpressure:
     """The admission rule of one rank. Tell it what happens, ask it what is admissible.
 
     Attributes:
-        bound: No forward is let in at it. Within a step it rises with the times measured, and
-            follows the bytes measured.
+        bound: D never exceeds this. Within a step it may rise and never falls, or the places kept
+            for u would be gone; where a limit in bytes falls, only other forwards are held back.
         in_flight: D.
         peak: The largest D of this step.
         open_sends: Activations of this rank that no receiver has taken yet.
@@ -60,6 +60,7 @@ class Backpressure:
         fixed = backward and fixed_peak is not None
         self._kept = 0 if fixed else self._chunks
         self.bound = self._limit.for_peak(fixed_peak or 0) if fixed else self._bound()
+        self._wanted = self.bound
         self._undecided = [self._chunks] * microbatches
         self._oldest = 0
         self._backward = backward
@@ -68,7 +69,7 @@ class Backpressure:
         self.open_sends = 0
 
     def measured(
-        self, *, task_s: float = 0.0, transfer_s: float = 0.0, kept_bytes: int = 0
+        self, *, task_s: float = 0.0, transfer_s: float = 0.0, kept_bytes: int | None = None
     ) -> None:
         """Note how long a task or a transfer took, or what a forward keeps; the limit follows.
 
@@ -77,7 +78,8 @@ class Backpressure:
         """
         changed = self._limit.measured(task_s=task_s, transfer_s=transfer_s, kept_bytes=kept_bytes)
         if self._kept and changed:
-            self.bound = self._bound()
+            self._wanted = self._bound()
+            self.bound = max(self.bound, self._wanted)
 
     def _bound(self) -> int:
         return self._limit.value + (0 if self._chunks == 1 else self._chunks)
@@ -86,7 +88,7 @@ class Backpressure:
         """Which forwards may be dispatched now."""
         if not self._backward:
             return _EVERY_FORWARD if self.open_sends < self.bound else _NO_FORWARD
-        if self.in_flight < self.bound - self._kept:
+        if self.in_flight < self._wanted - self._kept:
             return _EVERY_FORWARD
         if self.in_flight < self.bound:
             return Admissible(any_forward=False, forward_microbatch=self._oldest)

@@ -32,7 +32,7 @@ from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.boundary import Outgoing
 from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
 from rrfp_async.tasks.stage import Stage
-from rrfp_async.tasks.step import StepReport, StepRequest, stage_inputs, weighted
+from rrfp_async.tasks.step import StepReport, StepRequest, most_kept, stage_inputs, weighted
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.records import DispatchRecord
 from rrfp_async.trace.writer import Trace
@@ -230,7 +230,7 @@ class Dispatcher:
             self._accounts.launched()
             self._transfer_group().create_task(self._leave_later(task, outcome))
         self._backpressure.completed(task)
-        self._backpressure.measured(kept_bytes=self._stages[task.stage].kept_bytes)
+        self._backpressure.measured(kept_bytes=most_kept(self._stages.values()))
         self._arbiter.add(self._ready_set.completed(task))
 
     def _task_failed(self, error: Exception, task: TaskId) -> StepFailed:
@@ -263,7 +263,7 @@ class Dispatcher:
         return []
 
     def _end_stages(self) -> None:
-        for stage in self._stages.values():
+        for stage in reversed(list(self._stages.values())):  # of a module in two, the first
             stage.end_step()
 
     # -- tensors out and in --------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Limit(ABC):
         *,
         task_s: float = 0.0,  # noqa: ARG002 - a default
         transfer_s: float = 0.0,  # noqa: ARG002
-        kept_bytes: int = 0,  # noqa: ARG002
+        kept_bytes: int | None = None,  # noqa: ARG002
     ) -> bool:
         """Note how long a task or a transfer took, or what a forward keeps.
 
@@ -107,7 +107,7 @@ class AutoLimit(Limit):
         *,
         task_s: float = 0.0,
         transfer_s: float = 0.0,
-        kept_bytes: int = 0,  # noqa: ARG002 - times are enough here
+        kept_bytes: int | None = None,  # noqa: ARG002 - times are enough here
     ) -> bool:
         """Add a task's or a transfer's time, in seconds; the one that is 0 is not counted."""
         self._task_s += task_s
@@ -133,22 +133,27 @@ class AutoLimit(Limit):
 class BudgetLimit(Limit):
     """Another limit, lowered to what fits into a number of bytes.
 
-    Until a forward's bytes are known it is 1. Then it follows from the largest that was measured,
-    so it may fall when a larger one comes.
+    Until a forward's bytes are known, one microbatch at a time is let through the rank. Then the
+    limit follows from the largest forward measured, so it may fall when a larger one comes.
     """
 
     def __init__(self, inner: Limit, budget_bytes: int, *, chunks: int) -> None:
         self._inner = inner
         self._budget_bytes = budget_bytes
+        self._chunks = chunks
         self._beyond = chunks if chunks > 1 else 0  # the bound is the limit and so many more
-        self._largest_bytes = 0
+        self._largest_bytes: int | None = None
 
     @property
     def value(self) -> int:
-        """The lower of both."""
-        if not self._largest_bytes:
-            return 1
-        return min(self._inner.value, self._budget_bytes // self._largest_bytes - self._beyond)
+        """The lower of both; with several chunks 0 is enough for one microbatch at a time."""
+        least = self._chunks - self._beyond
+        if self._largest_bytes is None:
+            return least
+        if self._largest_bytes == 0:
+            return self._inner.value
+        fits = self._budget_bytes // self._largest_bytes - self._beyond
+        return max(least, min(self._inner.value, fits))
 
     def for_peak(self, peak: int) -> int:
         """As the other limit: what a fixed order keeps is not known before it runs."""
@@ -159,22 +164,23 @@ class BudgetLimit(Limit):
         self._inner.begin_step()
 
     def measured(
-        self, *, task_s: float = 0.0, transfer_s: float = 0.0, kept_bytes: int = 0
+        self, *, task_s: float = 0.0, transfer_s: float = 0.0, kept_bytes: int | None = None
     ) -> bool:
         """Note times for the other limit, bytes for this one.
 
         Raises:
-            ValueError: If not even the least number of forwards fits.
+            ValueError: If not even one microbatch fits.
         """
         changed = self._inner.measured(task_s=task_s, transfer_s=transfer_s)
-        if kept_bytes <= self._largest_bytes:
+        largest = self._largest_bytes
+        if kept_bytes is None or (largest is not None and kept_bytes <= largest):
             return changed
         self._largest_bytes = kept_bytes
-        least_bytes = kept_bytes * (1 + self._beyond)
+        least_bytes = kept_bytes * self._chunks
         if self._budget_bytes < least_bytes:
             raise ValueError(
                 f"activation_budget_bytes={self._budget_bytes} is below {least_bytes}, what the "
-                f"{1 + self._beyond} forwards that this rank must have in flight keep: give that "
+                f"{self._chunks} forwards that this rank must have in flight keep: give that "
                 f"much, or make microbatches smaller"
             )
         return True

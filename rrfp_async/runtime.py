@@ -31,7 +31,7 @@ from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import World
 
 _NO_MORE = object()
-_EDGES_MOST = 1_000  # characters; longer lists are compared by their hash
+_WORDS_MOST = 1_000  # characters; longer lists are compared by their hash
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,11 +360,20 @@ async def _raiser(error: Exception) -> StepResult:
 
 def _settings(config: Config, world: World) -> tuple[tuple[str, str], ...]:
     """What must be equal on every rank, as words."""
-    edges = " ".join(map(str, world.topology.graph))
-    if len(edges) > _EDGES_MOST:
-        edges = hashlib.sha256(edges.encode()).hexdigest()
-    ours = (("version", version("rrfp-async")), ("stages", str(world.topology.num_stages)))
-    return (*ours, ("edges", edges), *config.agreed())
+    topology = world.topology
+    owners = map(topology.rank_of, range(topology.num_stages))
+    return (
+        ("version", version("rrfp-async")),
+        ("stages", str(topology.num_stages)),
+        ("placement", _shortened(" ".join(map(str, owners)))),
+        ("edges", _shortened(" ".join(map(str, topology.graph)))),
+        *config.agreed(),
+    )
+
+
+def _shortened(words: str) -> str:
+    """The words, or a digest where they are many."""
+    return words if len(words) <= _WORDS_MOST else hashlib.sha256(words.encode()).hexdigest()
 
 
 def _result(report: StepReport, step_s: float) -> StepResult:

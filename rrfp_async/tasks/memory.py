@@ -29,6 +29,7 @@ class SavedBytes:
         self._own = {
             tensor.untyped_storage().data_ptr()
             for tensor in (*module.parameters(), *module.buffers(), *given)
+            if not (tensor.is_sparse or tensor.is_nested)
         }
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
@@ -47,6 +48,8 @@ class SavedBytes:
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count `tensors` too, those of an own storage once."""
         for tensor in tensors:
+            if tensor.is_sparse or tensor.is_nested:
+                continue  # these have no storage of their own to tell apart
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._own:
                 self.storages[storage.data_ptr()] = storage.nbytes()

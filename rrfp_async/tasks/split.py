@@ -71,13 +71,10 @@ class Deferred:
     others: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     collecting: bool = False
 
-    @property
-    def kept_bytes(self) -> int:
-        """The size of everything that is kept, in bytes."""
-        tensors = [tensor for use in self.uses for tensor in (use.x, use.gradient)]
-        tensors += [gradient for _, gradient in self.others if not gradient.is_sparse]
-        storages = (tensor.untyped_storage() for tensor in tensors)
-        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that is kept."""
+        operands = [tensor for use in self.uses for tensor in (use.x, use.gradient)]
+        return operands + [gradient for _, gradient in self.others]
 
     def accumulate(self) -> None:
         """W: compute the gradients and add each parameter's to its `.grad`.

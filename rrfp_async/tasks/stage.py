@@ -85,7 +85,7 @@ class Stage:
 
     Attributes:
         kept_bytes: The most that a microbatch was seen to keep until its gradient is accumulated,
-            if that is counted; else 0.
+            if that is counted; None before.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Stage:
         self.index = index
         self.module = module
         self.split_support = split_support(module)
-        self.kept_bytes = 0
+        self.kept_bytes: int | None = None
         self._counts_bytes = count_bytes
         self._wants_split = split
         self._deferral: Deferral | None = None
@@ -200,10 +200,12 @@ class Stage:
         with (
             torch.set_grad_enabled(training),
             self._deferring(deferred),
-            self._counting(microbatch, activations, counted=training),
+            self._counting(microbatch, activations, counted=training) as saved,
         ):
             output = self.module(*arguments.args, **arguments.kwargs)
             roots = self._end(microbatch, output) if self.is_last else self._tensors_of(output)
+            if saved is not None:
+                saved.add(roots)
         if memory.inputs.training:
             memory.saved[microbatch] = _Saved(activations, roots, deferred)
             self._look_closer(microbatch, roots)
@@ -238,7 +240,9 @@ class Stage:
         if roots:
             self._deferral.backward_input(saved.deferred, roots, seeds)
         if self._counts_bytes:
-            self.kept_bytes = max(self.kept_bytes, saved.deferred.kept_bytes)
+            kept = SavedBytes(self.module, self._given(microbatch))
+            kept.add(saved.deferred.tensors())
+            self._note_kept(kept)
         return self._to_inputs([[leaf.grad for leaf in leaves] for leaves in saved.inputs], export)
 
     def backward_weight(self, microbatch: int) -> tuple[Outgoing, ...]:
@@ -293,15 +297,18 @@ class Stage:
     @contextmanager
     def _counting(
         self, microbatch: int, activations: list[list[torch.Tensor]], *, counted: bool
-    ) -> Iterator[None]:
+    ) -> Iterator[SavedBytes | None]:
         """Note what a forward keeps for its backward, if that is wanted."""
         if not (self._counts_bytes and counted):
-            yield
+            yield None
             return
         with SavedBytes(self.module, self._given(microbatch)) as saved:
-            yield
+            yield saved
         saved.add(tensor for tensors in activations for tensor in tensors)
-        self.kept_bytes = max(self.kept_bytes, saved.total)
+        self._note_kept(saved)
+
+    def _note_kept(self, saved: SavedBytes) -> None:
+        self.kept_bytes = max(self.kept_bytes or 0, saved.total)
 
     def _given(self, microbatch: int) -> list[torch.Tensor]:
         """The tensors of the user's batch that the stage gets."""

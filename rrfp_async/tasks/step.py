@@ -1,6 +1,6 @@
 """What a step is asked to be, and what it came to, on one rank."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,3 +70,13 @@ def stage_inputs(
         targets=batch.split_target(sizes) if has_target else [],
         keep_outputs=not request.training,
     )
+
+
+def most_kept(stages: Iterable[Stage]) -> int | None:
+    """The bytes that the heaviest of `stages` keeps; None until every one was measured."""
+    most = 0
+    for stage in stages:
+        if stage.kept_bytes is None:
+            return None
+        most = max(most, stage.kept_bytes)
+    return most

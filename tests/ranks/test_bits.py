@@ -23,6 +23,10 @@ CASES = [
     for seed in seeds
 ]
 LISTS = ("1f1b", "gpipe", "zb-h1", "csv:{csv}", "replay:{log}")
+CHUNKED = {
+    "bfw in a v": ("--hint", "bfw", "--chunks", "2", "--placement", "v"),
+    "bf in a loop": ("--hint", "bf", "--chunks", "2"),
+}
 ENDS_WITHIN_S = 120.0
 
 
@@ -80,6 +84,17 @@ def test_four_processes_execute_a_list_to_the_bits_of_the_unpartitioned_model(
     assert _under_torchrun(4, *order) == reference()
     if hint.startswith("replay:"):
         assert dispatched(again) == dispatched(log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(CHUNKED))
+def test_four_processes_with_two_stages_each_train_to_the_bits_of_the_unpartitioned_model(
+    name: str,
+) -> None:
+    """Eight stages on four ranks, for one arrival order; in one process likewise."""
+    order = (*CHUNKED[name], "--delay-seed", "3")
+    assert _under_torchrun(4, *order) == reference()
+    assert _in_this_process("--ranks", "4", *order) == reference()
 
 
 @pytest.mark.slow

@@ -1,0 +1,93 @@
+"""A budget in bytes over random events: the limit falls while much is in flight, and nothing stops.
+
+The model of `pipeline_model` with room for everything, and a `BudgetLimit` on each rank that is
+told after every forward what it keeps. The ledger then judges order and completeness only.
+"""
+
+import random
+from dataclasses import replace
+
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+from rrfp_async.arbiter import Arbiter, Decision
+from rrfp_async.backpressure import Backpressure
+from rrfp_async.hints import Execution, make_order, resolve_hint
+from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.limits import make_limit
+from tests.core.case import Case, Step
+from tests.core.pipeline_model import Pipeline, Rank
+from tests.core.strategies import TRAINING, chunked_cases
+
+HEAVIEST = 16
+"""Bytes that the forward of a microbatch keeps at most."""
+ROOM = 10_000
+
+
+class Budgeted(Pipeline):
+    """Every rank has a budget of `places` heaviest forwards more than the least there is."""
+
+    def __init__(self, case: Case, places: int) -> None:
+        super().__init__(replace(case, limits=(ROOM,) * len(case.limits)))
+        drawn = random.Random(case.seed + 1)
+        weights = (1, drawn.randint(1, HEAVIEST), HEAVIEST)
+        self.kept = {
+            (stage, microbatch): drawn.choice(weights)
+            for stage in range(case.topology.num_stages)
+            for microbatch in range(max(step.microbatches for step in case.steps))
+        }
+        least = 1 if case.chunks == 1 else 1 + case.chunks
+        self.most = least + places
+        for rank, limit in zip(self._ranks, case.limits, strict=True):
+            self._bound(rank, case, limit)
+
+    def _bound(self, rank: Rank, case: Case, limit: int) -> None:
+        budgeted = make_limit(limit, case.topology, rank.rank, budget_bytes=self.most * HEAVIEST)
+        rank.backpressure = Backpressure(budgeted, chunks=case.chunks)
+        execution = Execution(binding=False, deterministic=case.deterministic)
+        order = make_order(resolve_hint(case.hint), case.topology, rank.rank, execution)
+        rank.arbiter = Arbiter(order, rank.backpressure)
+
+    def _judge(self, rank: Rank, decision: Decision) -> None:
+        """What the budget lets in is not the ledger's to know."""
+
+    def _completed(self, rank: Rank, task: TaskId) -> None:
+        super()._completed(rank, task)
+        if task.kind is TaskKind.F:
+            rank.backpressure.measured(kept_bytes=self.kept[task.stage, task.microbatch])
+
+
+def check(case: Case, places: int) -> list[list[int]]:
+    """Run all steps; returns the ranks' peaks in each."""
+    note(f"replay: check({case!r}, {places})")
+    pipeline = Budgeted(case, places)
+    peaks = [list(pipeline.run_step(step).peak) for step in case.steps]
+    for step in peaks:
+        for peak, limit in zip(step, case.limits, strict=True):
+            assert peak <= limit + (case.chunks if case.chunks > 1 else 0)
+    return peaks
+
+
+CASES = chunked_cases(limits=st.integers(1, 5) | st.just(40), second=TRAINING)
+
+
+@given(CASES, st.integers(0, 4))
+def test_a_budget_never_stops_a_step(case: Case, places: int) -> None:
+    """Any placement, hint, split and order of events; forwards of 1 to 16 bytes."""
+    check(case, places)
+
+
+@given(CASES, st.integers(0, 4))
+def test_once_the_heaviest_is_known_the_peak_is_what_fits(case: Case, places: int) -> None:
+    """In the second of two equal steps, whatever the first one held."""
+    step = Step(max(step.microbatches for step in case.steps))
+    case = replace(case, steps=(step, step))
+    pipeline = Budgeted(case, places)
+    note(f"replay: {case!r}, {places}")
+    pipeline.run_step(step)
+    heaviest = [
+        max(kept for (stage, _), kept in pipeline.kept.items() if stage in stages)
+        for stages in map(case.topology.stages_of, range(len(case.limits)))
+    ]
+    for peak, heavy in zip(pipeline.run_step(step).peak, heaviest, strict=True):
+        assert peak * heavy <= pipeline.most * HEAVIEST
