@@ -36,7 +36,7 @@ class Budgeted(Pipeline):
             for stage in range(case.topology.num_stages)
             for microbatch in range(max(step.microbatches for step in case.steps))
         }
-        least = 1 if case.chunks == 1 else 1 + case.chunks
+        least = case.chunks
         self.most = least + places
         for rank, limit in zip(self._ranks, case.limits, strict=True):
             self._bound(rank, case, limit)
