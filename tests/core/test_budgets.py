@@ -15,13 +15,14 @@ from rrfp_async.backpressure import Backpressure
 from rrfp_async.hints import Execution, make_order, resolve_hint
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.limits import make_limit
-from tests.core.case import Case, Step
+from tests.core.case import Case
 from tests.core.pipeline_model import Pipeline, Rank
 from tests.core.strategies import TRAINING, chunked_cases
 
 HEAVIEST = 16
 """Bytes that the forward of a microbatch keeps at most."""
 ROOM = 10_000
+CASES = chunked_cases(limits=st.integers(1, 5) | st.just(40), second=TRAINING)
 
 
 class Budgeted(Pipeline):
@@ -57,37 +58,22 @@ class Budgeted(Pipeline):
             rank.backpressure.measured(kept_bytes=self.kept[task.stage, task.microbatch])
 
 
-def check(case: Case, places: int) -> list[list[int]]:
-    """Run all steps; returns the ranks' peaks in each."""
-    note(f"replay: check({case!r}, {places})")
-    pipeline = Budgeted(case, places)
-    peaks = [list(pipeline.run_step(step).peak) for step in case.steps]
-    for step in peaks:
-        for peak, limit in zip(step, case.limits, strict=True):
-            assert peak <= limit + (case.chunks if case.chunks > 1 else 0)
-    return peaks
-
-
-CASES = chunked_cases(limits=st.integers(1, 5) | st.just(40), second=TRAINING)
-
-
 @given(CASES, st.integers(0, 4))
-def test_a_budget_never_stops_a_step(case: Case, places: int) -> None:
-    """Any placement, hint, split and order of events; forwards of 1 to 16 bytes."""
-    check(case, places)
+def test_a_budget_never_stops_a_step_and_holds_once_the_heaviest_is_known(
+    case: Case, places: int
+) -> None:
+    """Any placement, hint, split and order of events; forwards of 1 to 16 bytes.
 
-
-@given(CASES, st.integers(0, 4))
-def test_once_the_heaviest_is_known_the_peak_is_what_fits(case: Case, places: int) -> None:
-    """In the second of two equal steps, whatever the first one held."""
-    step = Step(max(step.microbatches for step in case.steps))
+    In the second of two equal steps the peak is what fits; in both, what the limit allows.
+    """
+    step = max(case.steps, key=lambda step: step.microbatches)
     case = replace(case, steps=(step, step))
+    note(f"replay: Budgeted({case!r}, {places})")
     pipeline = Budgeted(case, places)
-    note(f"replay: {case!r}, {places}")
-    pipeline.run_step(step)
-    heaviest = [
-        max(kept for (stage, _), kept in pipeline.kept.items() if stage in stages)
-        for stages in map(case.topology.stages_of, range(len(case.limits)))
-    ]
-    for peak, heavy in zip(pipeline.run_step(step).peak, heaviest, strict=True):
-        assert peak * heavy <= pipeline.most * HEAVIEST
+    bounds = [limit + (case.chunks if case.chunks > 1 else 0) for limit in case.limits]
+    peaks = [list(pipeline.run_step(step).peak) for step in case.steps]
+    assert all(peak <= bound for step in peaks for peak, bound in zip(step, bounds, strict=True))
+    for rank, peak in enumerate(peaks[1]):
+        stages = case.topology.stages_of(rank)
+        heaviest = max(kept for (stage, _), kept in pipeline.kept.items() if stage in stages)
+        assert peak * heaviest <= pipeline.most * HEAVIEST

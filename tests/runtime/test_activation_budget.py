@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp_async as r
-from tests.runtime.chunks import PLACEMENTS, assert_chunk_parity, chunked, on_one_rank, sgd
+from tests.runtime.chunks import assert_chunk_parity, chunked, on_one_rank, sgd
 from tests.runtime.parity import build, chain_case, linear_stages, pipelined, topology_of
 from tests.runtime.reference import Case, Step
 from tests.runtime.test_hazards_tensors import InPlace
@@ -83,7 +83,7 @@ def causes(ends: Sequence[Any]) -> list[str]:
 
 @pytest.mark.parametrize("hint", HINTS)
 @pytest.mark.parametrize("forwards", [2, 5])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["v", pytest.param("loop", marks=pytest.mark.slow)])
 async def test_the_peak_is_what_the_budget_holds(hint: str, forwards: int, placement: str) -> None:
     """From the least to some more: never past it, from the second step on.
 
@@ -94,7 +94,7 @@ async def test_the_peak_is_what_the_budget_holds(hint: str, forwards: int, place
     assert_within(await run(case), forwards, steps=slice(1, None))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["v", pytest.param("loop", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hint", ["bf", "bfw"])
 async def test_a_budget_changes_no_bit(tmp_path: Path, placement: str, hint: str) -> None:
     """It chooses an order and nothing else: parity, in place or not, over SGD steps."""
@@ -227,7 +227,7 @@ GROWING = {
 @pytest.mark.parametrize(
     "deterministic", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["ordered", "free"]
 )
-@pytest.mark.parametrize("placement", ["loop", "v"])
+@pytest.mark.parametrize("placement", ["loop", pytest.param("v", marks=pytest.mark.slow)])
 async def test_a_larger_microbatch_never_stops_a_step(
     hint: str, sizes: str, deterministic: bool, placement: str
 ) -> None:

@@ -93,7 +93,7 @@ async def test_one_rank_may_own_every_stage(tmp_path: Path, hint: str) -> None:
     assert {len(run.orders) for run in runs} == {1}
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", ["v", pytest.param("loop", marks=pytest.mark.slow)])
 async def test_free_accumulation_stays_within_rounding(tmp_path: Path, placement: str) -> None:
     """deterministic=False: 1e-9 in fp64, split or not, at a limit of 1."""
     for hint in ("f-priority", "bfw-deep"):
@@ -111,7 +111,7 @@ ENCODERS = ((0, 2), (1, 3), (2, 4), (3, 4), (4, 5))
 
 
 @pytest.mark.parametrize("seeds", FEW)
-@pytest.mark.parametrize("hint", ["bf", "bfw-deep"])
+@pytest.mark.parametrize("hint", BF_OR_LONG_BFW)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 async def test_two_encoders_on_chunks_train_as_one_model(
     tmp_path: Path, placement: str, hint: str, seeds: range
@@ -152,7 +152,7 @@ SKIPS = (*((s, s + 1) for s in range(5)), (0, 2), (1, 4), (3, 5))
 
 
 @pytest.mark.parametrize("seeds", FEW)
-@pytest.mark.parametrize("hint", ["bf", "bfw"])
+@pytest.mark.parametrize("hint", BF_OR_LONG_BFW)
 @pytest.mark.parametrize(
     ("chunks", "placement"),
     [(3, "loop"), (3, "v"), (2, (0, 1, 0, 2, 1, 2)), (6, "loop")],
@@ -197,7 +197,7 @@ async def test_evaluations_and_accumulated_steps_leave_the_bits_alone(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("limit", [1, "auto"])
+@pytest.mark.parametrize("limit", [1, pytest.param("auto", marks=pytest.mark.slow)])
 async def test_evaluations_return_the_outputs_where_the_last_stage_lives(
     tmp_path: Path, placement: str, limit: Any
 ) -> None:

@@ -18,10 +18,12 @@ from tests.runtime.parity import build, linear_stages, topology_of
 from tests.runtime.reference import Case, Step
 from tests.runtime.test_hazards_memory import live_tensors
 
-MICROBATCHES = 16
+MICROBATCHES = 8
 PLACED = [(2, "loop"), (2, "v"), (2, (0, 0, 1, 1)), (4, "loop")]
 """Chunks and placement of four stages."""
 NAMES = ["loop", "v", "halves", "one rank"]
+LONG = [pytest.param(*PLACED[n], marks=pytest.mark.slow, id=NAMES[n]) for n in (0, 2)]
+MOSTLY_LONG = [*(pytest.param(*PLACED[n], id=NAMES[n]) for n in (1, 3)), *LONG]
 
 
 @pytest.fixture
@@ -104,11 +106,9 @@ FLAT = [
 ]
 
 
-@pytest.mark.parametrize("steps", [5, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [4, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", FLAT, ids=["bf", "bfw-deep", "budget"])
-@pytest.mark.parametrize(
-    ("chunks", "placement"), [PLACED[1], pytest.param(*PLACED[2], marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("chunks", "placement"), [MOSTLY_LONG[0], LONG[1]])
 async def test_memory_is_flat_over_many_steps(
     quick_collections: None, chunks: int, placement: Any, options: dict[str, Any], steps: int
 ) -> None:
@@ -121,7 +121,7 @@ async def test_memory_is_flat_over_many_steps(
 @pytest.mark.parametrize(
     "hint", ["bf", "bfw", *(pytest.param(h, marks=pytest.mark.slow) for h in ("bf-deep", "fb"))]
 )
-@pytest.mark.parametrize(("chunks", "placement"), PLACED, ids=NAMES)
+@pytest.mark.parametrize(("chunks", "placement"), MOSTLY_LONG)
 @pytest.mark.parametrize("limit", [1, 3])
 async def test_what_the_stages_of_a_rank_hold_stays_within_the_bound(
     monkeypatch: pytest.MonkeyPatch, hint: str, chunks: int, placement: Any, limit: int

@@ -307,7 +307,7 @@ def test_after_i_only_the_operands_of_w_are_kept() -> None:
             assert _Box.alive == 0, "I left its graph alive"
         assert stage.open_microbatches == 2
         held = live_tensors_now() - before
-        operands = 2 * 2 + 2  # x and dY of two layers; the gradients of the norm's parameters
+        operands = 2 * 3 + 2  # x, dY and the bias's gradient of two layers; the norm's gradients
         assert held <= 2 * operands, f"{held} tensors are held for two microbatches"
         for microbatch in (0, 1):
             stage.backward_weight(microbatch)

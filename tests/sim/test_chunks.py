@@ -96,7 +96,7 @@ placed = pytest.mark.parametrize("placement", PLACEMENTS)
 @ordered_or_free
 @pytest.mark.parametrize(
     ("hint", "placement"),
-    [*product(("bf", "bf-deep"), PLACEMENTS), ("bfw", "loop"), ("bfw-deep", "v")],
+    [*product(("bf", "bf-deep"), ("loop", "v")), ("bfw", "listed"), ("bfw-deep", "v")],
 )
 def test_chunks_run_as_simulated(hint: str, placement: str, ordered: bool, tmp_path: Path) -> None:
     """1 to 3 chunks on 1 to 4 ranks, limits of 1, 2, 3 and none, with and without ties."""
