@@ -32,7 +32,8 @@ class Backpressure:
 
     Attributes:
         bound: D never exceeds this. Within a step it may rise and never falls, or the places kept
-            for u would be gone; where a limit in bytes falls, only other forwards are held back.
+            for u would be gone. Where a limit in bytes falls, u's forwards are held back too, but
+            for as long as an older microbatch is in flight.
         in_flight: D.
         peak: The largest D of this step.
         open_sends: Activations of this rank that no receiver has taken yet.
@@ -62,6 +63,8 @@ class Backpressure:
         self.bound = self._limit.for_peak(fixed_peak or 0) if fixed else self._bound()
         self._wanted = self.bound
         self._undecided = [self._chunks] * microbatches
+        self._unfinished = [self._chunks] * microbatches
+        self._front = 0
         self._oldest = 0
         self._backward = backward
         self.in_flight = 0
@@ -90,7 +93,8 @@ class Backpressure:
             return _EVERY_FORWARD if self.open_sends < self.bound else _NO_FORWARD
         if self.in_flight < self._wanted - self._kept:
             return _EVERY_FORWARD
-        if self.in_flight < self.bound:
+        alone = self._front >= self._oldest  # nothing older is left to free a place
+        if self.in_flight < (self.bound if alone else min(self.bound, self._wanted)):
             return Admissible(any_forward=False, forward_microbatch=self._oldest)
         return _NO_FORWARD
 
@@ -115,6 +119,9 @@ class Backpressure:
             if not self.in_flight:
                 raise ProtocolError(f"{task} completed, but no forward was in flight")
             self.in_flight -= 1
+            self._unfinished[task.microbatch] -= 1
+            while self._front < len(self._unfinished) and not self._unfinished[self._front]:
+                self._front += 1
 
     def send_opened(self) -> None:
         """Note that an activation is on its way out."""

@@ -29,7 +29,7 @@ class SavedBytes:
         self._own = {
             tensor.untyped_storage().data_ptr()
             for tensor in (*module.parameters(), *module.buffers(), *given)
-            if not (tensor.is_sparse or tensor.is_nested)
+            if _has_storage(tensor)
         }
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
 
@@ -48,8 +48,8 @@ class SavedBytes:
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count `tensors` too, those of an own storage once."""
         for tensor in tensors:
-            if tensor.is_sparse or tensor.is_nested:
-                continue  # these have no storage of their own to tell apart
+            if not _has_storage(tensor):
+                continue
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in self._own:
                 self.storages[storage.data_ptr()] = storage.nbytes()
@@ -72,3 +72,8 @@ def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:
             f"place: it is at version {tensor._version}, expected was {version}"
         )
     return tensor
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Sparse and nested tensors have none of their own to tell apart."""
+    return tensor.layout is torch.strided and not tensor.is_nested
