@@ -58,6 +58,7 @@ class Backpressure:
             ValueError: If an explicit limit is below that peak.
         """
         self._limit.begin_step()
+        self._backward = backward
         fixed = backward and fixed_peak is not None
         self._kept = 0 if fixed else self._chunks
         self.bound = self._limit.for_peak(fixed_peak or 0) if fixed else self._bound()
@@ -66,7 +67,6 @@ class Backpressure:
         self._unfinished = [self._chunks] * microbatches
         self._front = 0
         self._oldest = 0
-        self._backward = backward
         self.in_flight = 0
         self.peak = 0
         self.open_sends = 0
@@ -85,7 +85,8 @@ class Backpressure:
             self.bound = max(self.bound, self._wanted)
 
     def _bound(self) -> int:
-        return self._limit.value + (0 if self._chunks == 1 else self._chunks)
+        limit = self._limit.value if self._backward else self._limit.sends
+        return limit + (0 if self._chunks == 1 else self._chunks)
 
     def admissible(self) -> Admissible:
         """Which forwards may be dispatched now."""

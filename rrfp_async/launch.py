@@ -10,7 +10,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from rrfp_async.errors import StateError
+from rrfp_async.errors import StateError, StepFailed
 from rrfp_async.topology import Topology
 from rrfp_async.world import World, local_world
 
@@ -18,6 +18,8 @@ if sys.platform != "win32":
     import uvloop
 
 T = TypeVar("T")
+
+_FIRST_CAUSE_S = 2.0
 
 SWITCH_INTERVAL_S = 0.0005
 """The interpreter's thread switch interval under `run`, in seconds. See docs/design.md."""
@@ -108,7 +110,7 @@ async def run_local(
     async with local_world(n, topology, device=device) as worlds:
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_call(main, world)) for world in worlds]
+                tasks += [group.create_task(_call(main, world, tasks)) for world in worlds]
         except BaseExceptionGroup as errors:
             failure = errors.exceptions[0]
     if failure is not None:
@@ -116,8 +118,15 @@ async def run_local(
     return [task.result() for task in tasks]
 
 
-async def _call(main: Callable[[World], Awaitable[T]], world: World) -> T:
-    return await main(world)
+async def _call(
+    main: Callable[[World], Awaitable[T]], world: World, tasks: "list[asyncio.Task[T]]"
+) -> T:
+    try:
+        return await main(world)
+    except StepFailed as error:
+        if error.rank != world.rank:  # what that rank raises itself is the first cause
+            await asyncio.wait([tasks[error.rank]], timeout=_FIRST_CAUSE_S)
+        raise
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

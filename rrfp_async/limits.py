@@ -23,6 +23,11 @@ class Limit(ABC):
     def value(self) -> int:
         """The limit now."""
 
+    @property
+    def sends(self) -> int:
+        """How many sends may be open in a step that retains nothing."""
+        return self.value
+
     @abstractmethod
     def for_peak(self, peak: int) -> int:
         """The bound of an order that is executed as it stands and has this peak.
@@ -154,6 +159,11 @@ class BudgetLimit(Limit):
             return self._inner.value
         fits = self._budget_bytes // self._largest_bytes - self._beyond
         return max(least, min(self._inner.value, fits))
+
+    @property
+    def sends(self) -> int:
+        """As the other limit: nothing is retained."""
+        return self._inner.sends
 
     def for_peak(self, peak: int) -> int:
         """As the other limit: what a fixed order keeps is not known before it runs."""

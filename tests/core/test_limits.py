@@ -280,3 +280,16 @@ def test_a_number_as_bound_does_not_move() -> None:
         backpressure.begin_step(8, backward=True)
         report(backpressure, 9.0)
         assert backpressure.bound == bound
+
+
+def test_a_budget_is_nothing_to_an_evaluation() -> None:
+    """It retains nothing, measured or not: the other limit bounds its open sends."""
+    limit = make_limit(6, Topology(3), 0, budget_bytes=100)
+    backpressure = Backpressure(limit)
+    for known in (None, 50):
+        if known is not None:
+            limit.measured(kept_bytes=known)
+        backpressure.begin_step(8, backward=False)
+        assert backpressure.bound == 6
+        backpressure.begin_step(8, backward=True)
+        assert backpressure.bound == (1 if known is None else 2)
