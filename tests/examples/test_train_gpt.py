@@ -73,6 +73,16 @@ def test_a_listed_hint_trains_to_the_same_bits_as_a_ranking_and_executed_as_it_s
     assert run("--ranks", "4", "--hint", hint, how, "--delay-seed", "1") == reference()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("hint", ["zbv", "bfw", "bf-deep", "interleaved", "interleaved --binding"])
+def test_two_chunks_a_rank_train_to_the_same_bits(hint: str, seed: int) -> None:
+    """In the placement that the hint is made for."""
+    placement = "loop" if hint.startswith("interleaved") else "v"
+    order = ["--hint", *hint.split(), "--chunks", "2", "--placement", placement]
+    assert run("--ranks", "4", *order, "--delay-seed", str(seed)) == reference()
+
+
 def test_a_csv_is_executed_to_the_same_bits(tmp_path: Path) -> None:
     """The log is the file's lists, step after step."""
     file, folder = write_csv(tmp_path / "order.csv"), tmp_path / "log"

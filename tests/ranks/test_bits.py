@@ -26,6 +26,8 @@ LISTS = ("1f1b", "gpipe", "zb-h1", "csv:{csv}", "replay:{log}")
 CHUNKED = {
     "bfw in a v": ("--hint", "bfw", "--chunks", "2", "--placement", "v"),
     "bf in a loop": ("--hint", "bf", "--chunks", "2"),
+    "zbv in a v": ("--hint", "zbv", "--chunks", "2", "--placement", "v"),
+    "interleaved in a loop": ("--hint", "interleaved", "--chunks", "2"),
 }
 ENDS_WITHIN_S = 120.0
 
