@@ -25,7 +25,7 @@ from tests.sim.tables import STYLES, costs_of, drawn, even, written
 TOLERANCE_S = 1e-6
 RULES = ("bf", "fb", "b-priority", "f-priority")
 LISTS = ("1f1b", "gpipe")
-SAMPLE, SEARCH = 24, 500  # the sample has every style with every limit
+SAMPLE, SEARCH = 24, 200  # the sample has every style with every limit
 
 
 Ours = tuple[float, list[list[str]], list[int]]

@@ -27,7 +27,7 @@ HINTS = {
     "b-priority": ("b-priority", False),
 }
 PLACEMENTS = ("loop", "v", "listed")
-SAMPLE, SEARCH = 24, 300
+SAMPLE, SEARCH = 24, 100
 NO_LIMIT = 10_000
 
 
