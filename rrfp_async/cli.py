@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -18,7 +18,7 @@ from rich.table import Table
 from rrfp_async.config import Config
 from rrfp_async.errors import RrfpError
 from rrfp_async.hints import FILES, HINTS
-from rrfp_async.sim.costs import JITTERS, PROFILES, TASK_S, draw_costs, read_costs
+from rrfp_async.sim.costs import JITTERS, PROFILES, Costs, draw_costs, read_costs
 from rrfp_async.sim.paper import count_simulations, paper_grid
 from rrfp_async.sim.simulate import Result, simulate
 from rrfp_async.topology import Topology
@@ -55,46 +55,47 @@ def list_hints() -> None:
         typer.echo(f"{form:<16}{summary}")
 
 
+_Stages = Annotated[
+    int | None, typer.Option(help="Stages over all ranks, ranks x chunks; default 8.")
+]
+_Profile = Annotated[str | None, typer.Option(help=f"One of {', '.join(PROFILES)}; default llm.")]
+_Jitter = Annotated[str | None, typer.Option(help=f"One of {', '.join(JITTERS)}; default J0.")]
+_Delay = Annotated[float | None, typer.Option(help="Median transfer delay, seconds; default 0.")]
+_Tables = Annotated[Path | None, typer.Option(help="JSON tables instead of what is drawn.")]
+_TaskTime = Annotated[float | None, typer.Option(help="Seconds of F, I and W; default 0.01.")]
+_Binding = Annotated[bool | None, typer.Option(help="Execute a listed hint as it stands.")]
+_FreeOrder = Annotated[
+    bool, typer.Option("--free-order", help="Accumulate gradients in any order.")
+]
+_TraceDir = Annotated[Path | None, typer.Option(help="Write each rank's dispatch log there.")]
+_Paper = Annotated[
+    bool, typer.Option("--paper", help="The paper's evaluation instead, --seeds draws each.")
+]
+
+_DEFAULTS = {"stages": 8, "microbatches": 32, "profile": "llm", "jitter": "J0", "delay_s": 0.0}
+_OPTION_OF = {"delay_s": "delay", "task_s": "task-time"}
+
+
 @app.command("simulate")
 def run_simulation(
     *,
-    stages: Annotated[
-        int | None, typer.Option(help="Stages over all ranks, ranks x chunks; default 8.")
-    ] = None,
+    stages: _Stages = None,
     chunks: Annotated[int, typer.Option(help="Stages (model chunks) per rank.")] = 1,
     placement: Annotated[str, typer.Option(help="Of the chunks: loop or v.")] = "loop",
     microbatches: Annotated[int | None, typer.Option(help="Microbatches; default 32.")] = None,
-    profile: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(PROFILES)}; default llm.")
-    ] = None,
-    jitter: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(JITTERS)}; default J0.")
-    ] = None,
-    delay: Annotated[
-        float | None, typer.Option(help="Median transfer delay, seconds; default 0.")
-    ] = None,
+    profile: _Profile = None,
+    jitter: _Jitter = None,
+    delay: _Delay = None,
     seed: Annotated[int | None, typer.Option(help="Of the draws; default 0.")] = None,
-    costs: Annotated[
-        Path | None, typer.Option(help="JSON tables instead of a profile, jitter and delay.")
-    ] = None,
-    task_time: Annotated[
-        float | None, typer.Option(help="Seconds of F, I and W each; default 0.01.")
-    ] = None,
+    costs: _Tables = None,
+    task_time: _TaskTime = None,
     hint: Annotated[str, typer.Option(help="See `python -m rrfp_async hints`.")] = "bf",
-    binding: Annotated[
-        bool | None, typer.Option(help="Execute a listed hint as it stands.")
-    ] = None,
+    binding: _Binding = None,
     limit: Annotated[str, typer.Option(help="Forwards in flight per rank, or auto.")] = "auto",
-    free_order: Annotated[
-        bool, typer.Option("--free-order", help="Accumulate gradients in any order.")
-    ] = False,
+    free_order: _FreeOrder = False,
     dispatch_cost: Annotated[float, typer.Option(help="Seconds per dispatched task.")] = 0.0,
-    trace_dir: Annotated[
-        Path | None, typer.Option(help="Write each rank's dispatch log there.")
-    ] = None,
-    paper: Annotated[
-        bool, typer.Option("--paper", help="The paper's evaluation instead, --seeds draws each.")
-    ] = False,
+    trace_dir: _TraceDir = None,
+    paper: _Paper = False,
     seeds: Annotated[int, typer.Option(help="Of --paper.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -102,38 +103,38 @@ def run_simulation(
     if paper:
         _run_paper(seeds, as_json=as_json)
         return
-    if costs is None:
-        drawn = draw_costs(
-            stages=8 if stages is None else stages,
-            microbatches=32 if microbatches is None else microbatches,
-            profile="llm" if profile is None else profile,
-            jitter="J0" if jitter is None else jitter,
-            delay_s=0.0 if delay is None else delay,
-            seed=0 if seed is None else seed,
-            task_s=TASK_S if task_time is None else task_time,
-        )
-    else:
-        drawn = read_costs(costs)
-        ignored = {"profile": profile, "jitter": jitter, "delay": delay, "seed": seed}
-        _warn_of_ignored({**ignored, "task-time": task_time})
-        _check_size("stages", stages, drawn.stages)
-        _check_size("microbatches", microbatches, drawn.microbatches)
+    sizes = {"stages": stages, "microbatches": microbatches}
+    draws = {"profile": profile, "jitter": jitter, "delay_s": delay, "task_s": task_time}
+    found = _costs(costs, sizes, {**draws, "seed": seed})
     config = Config(
-        microbatches=drawn.microbatches,
+        microbatches=found.microbatches,
         hint=hint,
         binding=binding,
         limit=_limit(limit),
         deterministic=not free_order,
         trace_dir=trace_dir,
     )
-    topology = _topology(drawn.stages, chunks, placement)
-    tasks = 4 * drawn.stages * drawn.microbatches
+    topology = _topology(found.stages, chunks, placement)
+    tasks = 4 * found.stages * found.microbatches
     with _progress(tasks, "simulating, 1F1B beside it", least=_SHOWN_TASKS_LEAST) as done:
-        result = simulate(drawn, config, topology, dispatch_s=dispatch_cost, done=done)
+        result = simulate(found, config, topology, dispatch_s=dispatch_cost, done=done)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result)))
     else:
         _show(result)
+
+
+def _costs(path: Path | None, sizes: Mapping[str, int | None], draws: Mapping[str, Any]) -> Costs:
+    """The costs in the file, which says it all, or drawn as the options say."""
+    if path is None:
+        given = {name: value for name, value in {**sizes, **draws}.items() if value is not None}
+        arguments: dict[str, Any] = {**_DEFAULTS, "seed": 0, **given}
+        return draw_costs(**arguments)
+    found = read_costs(path)
+    _warn_of_ignored({_OPTION_OF.get(name, name): value for name, value in draws.items()})
+    _check_size("stages", sizes["stages"], found.stages)
+    _check_size("microbatches", sizes["microbatches"], found.microbatches)
+    return found
 
 
 def _run_paper(seeds: int, *, as_json: bool) -> None:
