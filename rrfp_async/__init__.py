@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rrfp_async.launch import run, run_local
     from rrfp_async.runtime import Runtime, StepResult
     from rrfp_async.tasks.batch import Microbatches
+    from rrfp_async.tasks.weight_grad_store import WeightGradStore, weight_grad_store
     from rrfp_async.topology import Topology
     from rrfp_async.torchrun import torchrun_world
     from rrfp_async.world import World, local_world, with_delays
@@ -51,11 +52,13 @@ _ROOM_OF = {
     "TaskKind": "ids",
     "Topology": "topology",
     "TransferError": "errors",
+    "WeightGradStore": "tasks.weight_grad_store",
     "World": "world",
     "local_world": "world",
     "run": "launch",
     "run_local": "launch",
     "torchrun_world": "torchrun",
+    "weight_grad_store": "tasks.weight_grad_store",
     "with_delays": "world",
 }
 
@@ -81,11 +84,13 @@ __all__ = [
     "TaskKind",
     "Topology",
     "TransferError",
+    "WeightGradStore",
     "World",
     "local_world",
     "run",
     "run_local",
     "torchrun_world",
+    "weight_grad_store",
     "with_delays",
 ]
 

@@ -7,7 +7,7 @@ split, what a module computes, or when the optimizer steps.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,10 +26,10 @@ from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.hints import make_order
 from rrfp_async.ids import Edge, Link, TaskId, TaskKind, TensorSpec
 from rrfp_async.limits import make_limit
+from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
-from rrfp_async.tasks.boundary import Outgoing
 from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.step import StepReport, StepRequest, most_kept, stage_inputs, weighted
@@ -75,16 +75,23 @@ class Dispatcher:
         self._backpressure = Backpressure(limit, chunks=topology.chunks)
         order = make_order(config.order, topology, world.rank, config.execution)
         self._arbiter = Arbiter(order, self._backpressure)
-        self._sequences: Counter[Link] = Counter()
         self._held: deque[tuple[int, Header]] = deque()
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
         self._wake = asyncio.Event()
         self._accounts = Accounts(world.clock)
-        self._training = False
         self._first_failure: Exception | None = None
         self._ending = False
         self._journal = Journal(world.clock)
         self._stall_timeout_s = config.stall_timeout_s
+        self._outbox = Outbox(
+            world,
+            wires,
+            session,
+            self._backpressure,
+            self._journal,
+            changed=self._wake.set,
+            broke=self._transfer_broke,
+        )
 
     async def run_step(self, request: StepRequest) -> StepReport:
         """Run one step together with every other rank.
@@ -111,6 +118,7 @@ class Dispatcher:
                 raise asyncio.CancelledError from errors
         finally:
             self._transfers = None
+            self._outbox.end_step()
             self._end_stages()
             self._ready_set.reset()
         if isinstance(failure, StepFailed | ValueError | DataExhausted):
@@ -133,6 +141,7 @@ class Dispatcher:
         if not self._ending and isinstance(error, Exception):
             self._first_failure = error
         self._ending = True
+        self._outbox.end_step()
 
     # -- the course of a step ------------------------------------------------------------------
 
@@ -149,6 +158,7 @@ class Dispatcher:
             await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
         accounts.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
+            self._outbox.begin_step(self._transfers, training=request.training)
             with self._part_of_step():
                 self._begin(request, batch, arguments, sizes)
                 await self._dispatch_all()
@@ -176,7 +186,6 @@ class Dispatcher:
         sizes: tuple[int, ...],
     ) -> None:
         """Set up the step's tasks, then act on the headers that came before them."""
-        self._training = request.training
         for stage in self._stages.values():
             inputs = stage_inputs(stage, request, batch, arguments, sizes)
             stage.begin_step(replace(inputs, keep_outputs=True) if self._keep_outputs else inputs)
@@ -195,6 +204,7 @@ class Dispatcher:
         while self._ready_set.remaining:
             if self._world.settle is not None:
                 await self._world.settle()
+            self._outbox.check()
             decision = self._arbiter.choose()
             if decision.task is None:
                 await self._wait_for_an_event()
@@ -203,6 +213,7 @@ class Dispatcher:
             self._record(decision, clock() - idle_since)
             await self._perform(decision.task)
             idle_since = clock()
+        self._outbox.flush()
 
     async def _wait_for_an_event(self) -> None:
         since = self._world.clock()
@@ -253,7 +264,7 @@ class Dispatcher:
         self._backpressure.measured(task_s=held_s)
         for outgoing in outcome.outgoing:
             if not self._world.topology.is_local(outgoing.edge):
-                self._depart(task, outgoing)
+                self._outbox.put(task, outgoing)
 
     async def _losses(self) -> list[float]:
         """The last stage's losses, read where their tensors are; nothing on other ranks."""
@@ -266,39 +277,7 @@ class Dispatcher:
         for stage in reversed(list(self._stages.values())):  # of a module in two, the first
             stage.end_step()
 
-    # -- tensors out and in --------------------------------------------------------------------
-
-    def _depart(self, task: TaskId, outgoing: Outgoing) -> None:
-        """Send the header, then start the transfer: the receiver posts once it has the header."""
-        topology = self._world.topology
-        forward = task.kind is TaskKind.F
-        route = topology.activation_link if forward else topology.gradient_link
-        link = route(outgoing.edge)
-        number, sequence = self._session.steps_done, self._sequences[link]
-        packs = self._training and outgoing.tensors  # in evaluation open sends are the bound
-        payload = self._wires.transfer.pack(outgoing.tensors) if packs else None
-        header = Header(number, link, sequence, outgoing.edge, task, outgoing.specs, payload)
-        self._wires.bus.send_nowait(link.target, header)
-        if outgoing.tensors and payload is None:
-            self._sequences[link] += 1
-            if forward:
-                self._backpressure.send_opened()
-            self._transfer_group().create_task(self._send(header, outgoing))
-
-    async def _send(self, header: Header, outgoing: Outgoing) -> None:
-        """Send an edge's tensors, which must not have changed by the time the receiver has them."""
-        begun = self._world.clock()
-        try:
-            await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
-            outgoing.check_unchanged(header.task)
-        except BaseException as error:
-            await self._transfer_broke(error)
-            raise
-        self._backpressure.measured(transfer_s=self._world.clock() - begun)
-        self._journal.note("sent the result of", header.task)
-        if header.task.kind is TaskKind.F:
-            self._backpressure.send_closed()
-        self._wake.set()  # there may be room for a forward now
+    # -- tensors that come in -------------------------------------------------------------------
 
     async def _receive(self, header: Header, specs: list[TensorSpec]) -> None:
         try:
@@ -346,9 +325,7 @@ class Dispatcher:
 
     async def _read(self) -> None:
         with self._part_of_step():
-            while True:
-                source, message = await self._wires.bus.next_message()
-                self._handle(source, message)
+            await self._wires.bus.deliver(self._handle)
 
     async def _watch(self) -> None:
         """Tell from time to time how far this rank is, so that a stall is found and explained."""

@@ -156,6 +156,12 @@ def _prepare_cuda(environment: MutableMapping[str, str]) -> None:
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"  # torchrun sets 1 for every rank
 
 
+def _worlds_before(launch: Launch, store: Any) -> int:
+    """How many worlds this process has made: every rank makes its worlds in the same order."""
+    made: int = store.add(f"rrfp/{launch.restart}/worlds/{launch.rank}", 1)
+    return made - 1
+
+
 class _Wiring:
     """Connects the Runtimes of one process, each under keys of its own."""
 
@@ -167,6 +173,7 @@ class _Wiring:
         self._device = device
         self._topology = topology
         self._store = store
+        self._keys = f"rrfp/{launch.restart}/{_worlds_before(launch, store)}"
         self._opened = 0
 
     def connect(self, config: Config) -> Connecting:
@@ -178,7 +185,7 @@ class _Wiring:
     async def _open(self, config: Config, number: int, resources: AsyncExitStack) -> Wires:
         launch, timeout_s = self._launch, config.peer_timeout_s
         connection = self._store.clone()  # a client waits for one key at a time
-        store = c10d.PrefixStore(f"rrfp/{launch.restart}/{number}", connection)
+        store = c10d.PrefixStore(f"{self._keys}/{number}", connection)
         port = config.port + launch.local_rank if config.port else 0
         place = Place(launch.rank, launch.world_size, self._host, launch.host, port)
         directory = Directory(

@@ -7,7 +7,9 @@ dropped. The bus does not know what a message means or which step is running.
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Never
 
 import structlog
 
@@ -16,6 +18,9 @@ from rrfp_async.bus.messages import Envelope, Message
 from rrfp_async.errors import BusError, CodecError
 
 _log = structlog.get_logger()
+
+Handler = Callable[[int, Message], None]
+"""Takes a message and the rank it came from."""
 
 
 @dataclass(slots=True)
@@ -55,6 +60,19 @@ class Bus(ABC):
         Raises:
             BusError: If a pair's messages show a gap or a repeat, or this end is closed.
         """
+
+    async def deliver(self, handler: Handler) -> Never:
+        """Call `handler` with every message, in order, until it raises; what comes then waits.
+
+        As a loop over `next_message` would, but the handler may be called as soon as the message
+        is there, without a turn of the reader's task. Cancelling loses nothing.
+
+        Raises:
+            BusError: As `next_message`.
+            Exception: Whatever the handler raised.
+        """
+        while True:
+            handler(*await self.next_message())
 
     @abstractmethod
     def statistics(self) -> BusStatistics:

@@ -24,9 +24,9 @@ from rrfp_async.bus.messages import (
     StepEnd,
 )
 from rrfp_async.errors import CodecError
-from rrfp_async.ids import Edge, Link, TaskId, TensorSpec
+from rrfp_async.ids import Edge, Link, TaskId, TaskKind, TensorSpec
 
-VERSION = 1
+VERSION = 2
 """Version of the wire format; frames of another are refused."""
 
 FRAME_MOST_BYTES = 1 << 20
@@ -36,6 +36,7 @@ PAYLOAD_MOST_BYTES = 65_536
 """Tensors above 64 KiB do not travel with their header."""
 
 _TEXT_MOST = 16_384
+_KIND_OF_LETTER: Mapping[str, TaskKind] = MappingProxyType({kind.value: kind for kind in TaskKind})
 _LIST_MOST = 65_536
 
 
@@ -92,29 +93,34 @@ def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     return read_list
 
 
-def _pair(value: Any, read: Callable[[Any], Any]) -> tuple[Any, Any]:
+def _pair(value: Any) -> list[Any]:
     if type(value) is not list or len(value) != 2:
         raise _refuse("a pair", value)
-    return read(value[0]), read(value[1])
+    return value
 
 
 def _setting(value: Any) -> tuple[str, str]:
-    return _pair(value, _text)
+    name, word = _pair(value)
+    return _text(name), _text(word)
 
 
 def _edge(value: Any) -> Edge:
-    return Edge(*_pair(value, _count))
+    source, target = _pair(value)
+    return Edge(_count(source), _count(target))
 
 
 def _link(value: Any) -> Link:
-    return Link(*_pair(value, _count))
+    source, target = _pair(value)
+    return Link(_count(source), _count(target))
 
 
 def _task(value: Any) -> TaskId:
-    try:
-        return TaskId.parse(_text(value))
-    except ValueError as error:
-        raise _refuse("a task", value) from error
+    if type(value) is not list or len(value) != 3:
+        raise _refuse("a task", value)
+    stage, kind, microbatch = value
+    if type(kind) is not str or kind not in _KIND_OF_LETTER:
+        raise _refuse("a task's kind", kind)
+    return TaskId(_count(stage), _KIND_OF_LETTER[kind], _count(microbatch))
 
 
 def _spec(value: Any) -> TensorSpec:
@@ -172,7 +178,7 @@ def _plain_text(value: str) -> str:
 
 _PLAIN: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
     {
-        TaskId: str,
+        TaskId: lambda task: (task.stage, task.kind.value, task.microbatch),
         Edge: lambda edge: (edge.source, edge.target),
         Link: lambda link: (link.source, link.target),
         TensorSpec: lambda spec: (spec.shape, spec.dtype, spec.requires_grad),

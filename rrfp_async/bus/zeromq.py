@@ -1,6 +1,6 @@
 """The bus between processes and hosts: ZeroMQ sockets, CURVE on each.
 
-A rank binds one ROUTER and connects one DEALER to every peer's, so each pair has a socket per
+A rank binds one PULL and connects one PUSH to every peer's, so each pair has a socket per
 direction. libzmq's own threads send heartbeats, so a peer is found silent even while Python
 computes. A connection that was up is never made again: libzmq would reconnect and lose what was
 on its way, so a disconnect is a lost peer, told to the reader as `PeerLost`.
@@ -14,14 +14,14 @@ import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Never
 
 import structlog
 import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from rrfp_async.bus.base import Bus, BusStatistics, PairSequences, decode_or_drop
+from rrfp_async.bus.base import Bus, BusStatistics, Handler, PairSequences, decode_or_drop
 from rrfp_async.bus.codec import FRAME_MOST_BYTES
 from rrfp_async.bus.directory import Directory
 from rrfp_async.bus.messages import Message, PeerLost
@@ -33,6 +33,9 @@ _log = structlog.get_logger()
 
 QUEUE_MOST = 65_536
 """Frames that wait for one peer, and messages that wait for the reader, at most."""
+
+_Item = tuple[int, Message] | BusError | None
+"""What the reader gets: a message, the bus's fault, or its end."""
 
 _LINGER_MS = 300
 _GRACE_S = 0.5  # what a rank said before it went may still be on its way
@@ -133,11 +136,13 @@ class ZeroMqBus(Bus):
         self._key_pair = KeyPair()
         self._keys = PeerKeys()
         self._gate = Gate(self._context, self._keys)
-        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._dealers: dict[int, zmq.Socket[bytes]] = {}
+        self._inlet: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        self._outlets: dict[int, zmq.Socket[bytes]] = {}
         self._monitors: list[zmq.asyncio.Socket] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._mailbox: asyncio.Queue[tuple[int, Message] | BusError | None] = asyncio.Queue()
+        self._mailbox: asyncio.Queue[_Item] = asyncio.Queue()
+        self._handler: Handler | None = None
+        self._handling: asyncio.Future[Never] | None = None
         self._lost: set[int] = set()
         self._pairs = PairSequences(place.rank)
         self._statistics = BusStatistics()
@@ -157,20 +162,20 @@ class ZeroMqBus(Bus):
             BusError: If the address cannot be bound.
         """
         place = self._place
-        self._key_pair.serve(self._router)
-        self._configure(self._router)
+        self._key_pair.serve(self._inlet)
+        self._configure(self._inlet)
         try:
-            self._router.bind(f"tcp://{place.host}:{place.port}")
+            self._inlet.bind(f"tcp://{place.host}:{place.port}")
         except zmq.ZMQError as error:
             raise BusError(
                 f"rank {place.rank} cannot bind tcp://{place.host}:{place.port}: {error}. Give "
                 f"another port (port=0 takes any free one) or host"
             ) from error
-        tcp = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        tcp = self._inlet.getsockopt_string(zmq.LAST_ENDPOINT)
         ipc = None
         if sys.platform == "linux":
             ipc = f"ipc://@rrfp-{uuid.uuid4()}"  # abstract: no file is left behind
-            self._router.bind(ipc)
+            self._inlet.bind(ipc)
         card = Card(tcp, ipc, place.host_group, self._key_pair.public.decode())
         return json.dumps(dataclasses.asdict(card))
 
@@ -182,7 +187,7 @@ class ZeroMqBus(Bus):
         """
         peers = {rank: card for rank, card in enumerate(cards) if rank != self.rank}
         self._keys.learn({card.key.encode(): rank for rank, card in peers.items()})
-        asyncio.get_running_loop().add_reader(self._router.fileno(), self._on_readable)
+        asyncio.get_running_loop().add_reader(self._inlet.fileno(), self._on_readable)
         self._on_readable()
         accepted = {rank: self._connect_to(rank, card) for rank, card in peers.items()}
         if accepted:
@@ -199,21 +204,20 @@ class ZeroMqBus(Bus):
                 )
 
     def _connect_to(self, rank: int, card: Card) -> "asyncio.Future[bool]":
-        dealer = self._context.socket(zmq.DEALER)
-        self._dealers[rank] = dealer
-        self._key_pair.connect(dealer, card.key.encode())
-        self._configure(dealer)
-        dealer.reconnect_ivl = -1
-        dealer.routing_id = self.rank.to_bytes(5, "big")  # not trusted: the key tells who it is
+        outlet = self._context.socket(zmq.PUSH)
+        self._outlets[rank] = outlet
+        self._key_pair.connect(outlet, card.key.encode())
+        self._configure(outlet)
+        outlet.reconnect_ivl = -1
         events = f"inproc://events-{rank}"
-        dealer.monitor(events, zmq.EVENT_ALL)
+        outlet.monitor(events, zmq.EVENT_ALL)
         monitor = zmq.asyncio.Socket(self._context, zmq.PAIR)
         monitor.connect(events)
         self._monitors.append(monitor)
         accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         watch = self._telling(self._watch(rank, monitor, accepted))
         self._tasks.append(asyncio.create_task(watch))
-        dealer.connect(card.address_for(self._place.host_group))
+        outlet.connect(card.address_for(self._place.host_group))
         return accepted
 
     def _configure(self, socket: "zmq.Socket[Any]") -> None:
@@ -242,7 +246,7 @@ class ZeroMqBus(Bus):
             return
         frame = self._pairs.encode(target, message)
         try:
-            self._dealers[target].send(frame, zmq.NOBLOCK)
+            self._outlets[target].send(frame, zmq.NOBLOCK)
         except zmq.Again:  # no connection, or a full queue: what is lost here ends the step
             self._lose(target)
             return
@@ -252,13 +256,19 @@ class ZeroMqBus(Bus):
 
     async def next_message(self) -> tuple[int, Message]:
         """The next message, lost peers included; see `Bus.next_message`."""
-        item = None if self._closed else await self._mailbox.get()
-        if item is None:
-            raise BusError(f"the bus of rank {self.rank} is closed: no message will come")
-        if isinstance(item, BusError):
-            raise item
-        self._statistics.received += 1
-        return item
+        return self._opened(None if self._closed else await self._mailbox.get())
+
+    async def deliver(self, handler: Handler) -> Never:
+        """Call `handler` from where the socket is read; see `Bus.deliver`."""
+        while self._mailbox.qsize() or self._closed:
+            handler(*await self.next_message())
+        self._handling = asyncio.get_running_loop().create_future()
+        self._handler = handler
+        try:
+            await self._handling
+            raise AssertionError  # it has no result
+        finally:
+            self._handler = self._handling = None
 
     def statistics(self) -> BusStatistics:
         """A snapshot of the counters."""
@@ -276,21 +286,27 @@ class ZeroMqBus(Bus):
     def _on_readable(self) -> None:
         """Take everything that has come: the socket signals a change of state, not each frame."""
         try:
-            while not self._closed:
-                self._accept(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
-        except zmq.Again:
+            while not self._closed and self._has_come():
+                frame = self._inlet.recv(zmq.NOBLOCK, copy=False)
+                alone = not frame.more
+                while frame.more:
+                    frame = self._inlet.recv(zmq.NOBLOCK, copy=False)
+                self._accept(frame, alone=alone)
+        except zmq.Again:  # it was cut off in between
             pass
         except Exception as error:  # whatever it is, the reader would wait for ever
             self._break(error)
 
-    def _accept(self, frames: list[zmq.Frame]) -> None:
-        """From frames to a message in the bounded mailbox."""
-        frame = frames[-1]
+    def _has_come(self) -> bool:
+        return bool(int(self._inlet.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+    def _accept(self, frame: zmq.Frame, *, alone: bool) -> None:
+        """From a frame to a message for the handler, or in the bounded mailbox."""
         source = self._keys.rank_of(str(frame.get("User-Id")))
         envelope = decode_or_drop(frame.bytes, self.rank, self._statistics)
         if envelope is None:
             return
-        if len(frames) != 2 or source != envelope.source:
+        if not alone or source != envelope.source:
             self._statistics.dropped += 1
             _log.warning("dropped a frame under a false name", rank=self.rank, sender=source)
             return
@@ -299,7 +315,7 @@ class ZeroMqBus(Bus):
 
     def _break(self, error: Exception) -> None:
         told = error if isinstance(error, BusError) else BusError(f"the bus broke: {error!r}")
-        self._mailbox.put_nowait(told)
+        self._tell(told)
 
     async def _watch(
         self, rank: int, monitor: zmq.asyncio.Socket, accepted: "asyncio.Future[bool]"
@@ -326,12 +342,30 @@ class ZeroMqBus(Bus):
             f"silent for {self._timeout_s} s (peer_timeout_s), or the network cut it off"
         )
         loop = asyncio.get_running_loop()
-        loop.call_later(_GRACE_S, self._mailbox.put_nowait, (rank, PeerLost(reason)))
+        loop.call_later(_GRACE_S, self._tell, (rank, PeerLost(reason)))
 
     def _put(self, item: tuple[int, Message]) -> None:
         if self._mailbox.qsize() >= QUEUE_MOST:
             raise BusError(f"the mailbox of rank {self.rank} is full: {QUEUE_MOST} messages wait")
-        self._mailbox.put_nowait(item)
+        self._tell(item)
+
+    def _tell(self, item: _Item) -> None:
+        """Give the handler what came, or whoever reads next."""
+        if self._handler is None or self._handling is None or self._handling.done():
+            self._mailbox.put_nowait(item)
+            return
+        try:
+            self._handler(*self._opened(item))
+        except Exception as error:
+            self._handling.set_exception(error)
+
+    def _opened(self, item: _Item) -> tuple[int, Message]:
+        if item is None:
+            raise BusError(f"the bus of rank {self.rank} is closed: no message will come")
+        if isinstance(item, BusError):
+            raise item
+        self._statistics.received += 1
+        return item
 
     # -- going down ----------------------------------------------------------------------------
 
@@ -340,17 +374,17 @@ class ZeroMqBus(Bus):
         if self._closed:
             return
         self._closed = True
-        self._mailbox.put_nowait(None)
+        self._tell(None)
         for task in self._tasks:
             task.cancel()
         self._gate.stop()
-        for rank, dealer in self._dealers.items():
-            dealer.disable_monitor()
-            dealer.close(linger=0 if rank in self._lost else _LINGER_MS)
+        for rank, outlet in self._outlets.items():
+            outlet.disable_monitor()
+            outlet.close(linger=0 if rank in self._lost else _LINGER_MS)
         for monitor in self._monitors:
             monitor.close(linger=0)
-        asyncio.get_running_loop().remove_reader(self._router.fileno())
-        self._router.close(linger=0)
+        asyncio.get_running_loop().remove_reader(self._inlet.fileno())
+        self._inlet.close(linger=0)
 
     async def wait_closed(self) -> None:
         """Wait until what was queued has left or the linger time is over."""

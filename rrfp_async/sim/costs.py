@@ -22,7 +22,6 @@ Table = tuple[tuple[float, ...], ...]
 TASK_S = 0.010
 """What F, I and W take each on an ordinary stage, in seconds."""
 
-_LAST_STAGE_FACTOR = 1.25
 _ENCODER_SIGMA = 0.6
 _DELAY_SIGMA = 1.0
 _MOST_S = 1e9
@@ -148,16 +147,32 @@ JITTERS: Mapping[str, Jitter] = MappingProxyType(
 )
 """The paper's levels."""
 
-PROFILES = ("llm", "multimodal")
-"""`llm`: equal stages, the last 1.25 times as long. `multimodal`: besides, the first third is an
-encoder whose work varies from microbatch to microbatch, by one lognormal(0, 0.6) factor each."""
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """How the work is spread over stages and microbatches.
+
+    Attributes:
+        last_factor: How many times as long as an ordinary stage the last one takes.
+        encoder_share: The part of the stages, from the first on, that are an encoder whose work
+            varies from microbatch to microbatch, by one lognormal(0, 0.6) factor each.
+    """
+
+    last_factor: float = 1.0
+    encoder_share: float = 0.0
+
+
+PROFILES: Mapping[str, Profile] = MappingProxyType(
+    {"llm": Profile(1.25), "multimodal": Profile(1.25, encoder_share=1 / 3)}
+)
+"""Those of the command line."""
 
 
 def draw_costs(
     *,
     stages: int,
     microbatches: int,
-    profile: str,
+    profile: str | Profile,
     jitter: str,
     delay_s: float,
     seed: int,
@@ -171,7 +186,7 @@ def draw_costs(
     Args:
         stages: At least 1.
         microbatches: At least 1.
-        profile: One of `PROFILES`.
+        profile: One of `PROFILES`, or another.
         jitter: One of `JITTERS`, drawn for every stage, kind (F, I, W) and microbatch.
         delay_s: Median of the transfers' delays, lognormal with sigma 1. 0 for none.
         seed: Of the draws.
@@ -182,13 +197,14 @@ def draw_costs(
         ValueError: If an argument breaks its rule.
     """
     _check_draw(stages, microbatches, profile, jitter)
+    spread = PROFILES[profile] if isinstance(profile, str) else profile
     for name, seconds in (("delay", delay_s), ("task time", task_s)):
         if not 0.0 <= seconds <= _MOST_S:
             raise ValueError(
                 f"{name}={seconds} must be seconds, at least 0 and at most {_MOST_S:g}"
             )
     draws = partial(_source, seed, stages, microbatches)  # a stream for each table
-    factors = _factors(stages, microbatches, profile, encoder_scale, draws("encoder"))
+    factors = _factors(stages, microbatches, spread, encoder_scale, draws("encoder"))
     times = tuple(tuple(factor * task_s for factor in row) for row in factors)
     kinds = [_jittered(times, JITTERS[jitter], draws(kind)) for kind in "FIW"]
     delays = [
@@ -202,17 +218,18 @@ def _source(seed: int, stages: int, microbatches: int, what: str) -> random.Rand
 
 
 def _factors(
-    stages: int, microbatches: int, profile: str, scale: float, source: random.Random
+    stages: int, microbatches: int, profile: Profile, scale: float, source: random.Random
 ) -> Table:
     """How many times an ordinary stage's work each stage has, per microbatch."""
     encoder = [1.0] * microbatches
-    if profile == "multimodal":
+    encoders = math.floor(stages * profile.encoder_share)
+    if profile.encoder_share:
         draw = partial(source.lognormvariate, 0.0, _ENCODER_SIGMA)
         encoder = [scale * draw() for _ in range(microbatches)]
     rows = []
     for stage in range(stages):
-        row = encoder if stage < stages // 3 else [1.0] * microbatches
-        last = _LAST_STAGE_FACTOR if stage == stages - 1 else 1.0
+        row = encoder if stage < encoders else [1.0] * microbatches
+        last = profile.last_factor if stage == stages - 1 else 1.0
         rows.append(tuple(last * factor for factor in row))
     return tuple(rows)
 
@@ -239,11 +256,11 @@ def _delays(stages: int, microbatches: int, median_s: float, source: random.Rand
     )
 
 
-def _check_draw(stages: int, microbatches: int, profile: str, jitter: str) -> None:
+def _check_draw(stages: int, microbatches: int, profile: str | Profile, jitter: str) -> None:
     for name, value in (("stages", stages), ("microbatches", microbatches)):
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1: give {name}=1 or more")
-    if profile not in PROFILES:
+    if isinstance(profile, str) and profile not in PROFILES:
         raise ValueError(f"profile {profile!r} is not known: use one of {', '.join(PROFILES)}")
     if jitter not in JITTERS:
         raise ValueError(f"jitter {jitter!r} is not known: use one of {', '.join(JITTERS)}")

@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional
 
 from rrfp_async.tasks.split_support import SplitSupport
+from rrfp_async.tasks.weight_grad_store import PutOff, WeightGradStore, has_store, storing
 
 _REENTRANT_NODE = "CheckpointFunctionBackward"
 _DIMS_PROBED = range(1, 9)
@@ -39,6 +40,10 @@ class _Use:
     cast: int  # equal for uses of one cast of the weight
     gradient: torch.Tensor  # (rows, out features), likewise
     for_bias: torch.Tensor | None  # summed in I, while the gradient is at hand
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """What is kept."""
+        return self.x, self.gradient
 
     def products(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         """The gradients of the weight and of the bias.
@@ -67,13 +72,13 @@ class Deferred:
         collecting: Whether I is running for it.
     """
 
-    uses: list[_Use] = field(default_factory=list)
+    uses: list[_Use | PutOff] = field(default_factory=list)
     others: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     collecting: bool = False
 
     def tensors(self) -> list[torch.Tensor]:
         """Everything that is kept."""
-        operands = [tensor for use in self.uses for tensor in (use.x, use.gradient)]
+        operands = [tensor for use in self.uses for tensor in use.tensors()]
         return operands + [gradient for _, gradient in self.others]
 
     def accumulate(self) -> None:
@@ -226,8 +231,10 @@ class Deferral:
     def forward(self, kept: Deferred) -> Iterator[None]:
         """For the length of a forward: what its layers defer goes to `kept`."""
         self._kept = kept
+        store = WeightGradStore(kept.uses.append, lambda: kept.collecting, self._undeferred)
         try:
-            yield
+            with storing(store):
+                yield
         finally:
             self._casts.clear()
 
@@ -283,7 +290,8 @@ class Deferral:
             if leaf is None or id(leaf) in own:
                 continue
             self._leaves.setdefault(id(leaf), leaf)
-            counter = layered if node.name() == "_DeferredLinearBackward" else direct
+            by_layer = node.name() == "_DeferredLinearBackward" or has_store(node)
+            counter = layered if by_layer else direct
             counter[id(leaf)] += 1
         mixed = (key for key in direct if layered[key])
         self._undeferred |= {key for key in mixed if direct[key] + layered[key] >= _MIXED_LEAST}

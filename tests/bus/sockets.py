@@ -58,7 +58,7 @@ class End:
 
     def put_frame(self, target: int, frame: bytes) -> None:
         """Send raw bytes as this legitimate peer."""
-        self.bus._dealers[target].send(frame, zmq.NOBLOCK)
+        self.bus._outlets[target].send(frame, zmq.NOBLOCK)
 
     async def next_message(self) -> tuple[int, Message]:
         """The next message, soon."""

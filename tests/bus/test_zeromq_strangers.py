@@ -62,7 +62,7 @@ STRANGERS: dict[str, Callable[[zmq.asyncio.Socket, bytes, bytes], None]] = {
 
 
 @contextlib.asynccontextmanager
-async def _stranger(kind: int = zmq.DEALER) -> AsyncIterator[zmq.asyncio.Socket]:
+async def _stranger(kind: int = zmq.PUSH) -> AsyncIterator[zmq.asyncio.Socket]:
     """A socket in a context of its own, as in another process."""
     context = zmq.asyncio.Context()
     try:
@@ -221,7 +221,7 @@ async def test_random_frames_and_raw_garbage_leave_the_loop_alive(seed: int) -> 
                     parts = [
                         rng.randbytes(rng.randrange(300)) for _ in range(rng.choice((1, 1, 1, 4)))
                     ]
-                    ends[0].bus._dealers[1].send_multipart(parts, zmq.NOBLOCK)
+                    ends[0].bus._outlets[1].send_multipart(parts, zmq.NOBLOCK)
                 ends[0].bus.send_nowait(1, Farewell(steps))
                 ends[2].bus.send_nowait(1, Farewell(steps))
             got = [await ends[1].next_message() for _ in range(20)]
@@ -237,7 +237,7 @@ async def test_a_message_of_many_parts_is_dropped_whole() -> None:
     """A real envelope behind other parts is no message."""
     async with open_ends(2) as ends:
         parts = [b"", encode(Envelope(0, 0, Farewell(666)))]
-        ends[0].bus._dealers[1].send_multipart(parts)
+        ends[0].bus._outlets[1].send_multipart(parts)
         await _assert_all_talk(ends)
         assert ends[1].bus.statistics().dropped == 1
 

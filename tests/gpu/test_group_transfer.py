@@ -21,6 +21,7 @@ from rrfp_async.gpu.group_transfer import GroupTransfer
 from rrfp_async.gpu.links import open_links
 from rrfp_async.gpu.transfer import TransferStatistics, spec_of
 from rrfp_async.ids import Link, TensorSpec
+from tests.machine import Ticker, took
 
 REPOSITORY = Path(__file__).parents[2]
 THERE, BACK = Link(0, 1), Link(1, 0)
@@ -190,36 +191,23 @@ async def test_a_later_number_waits_for_the_earlier(ends: list[GroupTransfer]) -
 async def test_a_send_ends_when_the_receiver_has_the_tensors(ends: list[GroupTransfer]) -> None:
     """Rendezvous, small tensors too, and the loop runs meanwhile."""
     tensor = torch.ones(3)
-    sending = asyncio.create_task(ends[0].send(THERE, 0, [tensor]))
-    gaps, before = [], time.perf_counter()
-    for _ in range(20):
-        await asyncio.sleep(0.005)
-        gaps.append(time.perf_counter() - before)
-        before = time.perf_counter()
+    async with Ticker(tick_s=0.005) as ticker:
+        sending = asyncio.create_task(ends[0].send(THERE, 0, [tensor]))
+        await asyncio.sleep(0.1)
     assert not sending.done()
     [received] = await ends[1].receive(THERE, 0, [spec_of(tensor)])
     await sending
     assert torch.equal(received, tensor)
-    assert max(gaps) < NO_PAUSE_S
+    assert max(ticker.gaps) < NO_PAUSE_S
 
 
 async def test_a_large_send_leaves_the_loop_free(ends: list[GroupTransfer]) -> None:
     """64 MB posted and passed: no gap of a ticker as long as the transfer itself could make."""
     tensor = torch.arange(16_000_000, dtype=torch.float32)
-    gaps: list[float] = []
-
-    async def tick() -> None:
-        before = time.perf_counter()
-        while True:
-            await asyncio.sleep(0.005)
-            gaps.append(time.perf_counter() - before)
-            before = time.perf_counter()
-
-    ticker = asyncio.create_task(tick())
-    [received] = await _pass(ends, 0, [tensor])
-    ticker.cancel()
+    async with Ticker(tick_s=0.005) as ticker:
+        [received] = await _pass(ends, 0, [tensor])
     assert torch.equal(received, tensor)
-    assert max(gaps) < NO_PAUSE_S
+    assert max(ticker.gaps) < NO_PAUSE_S
 
 
 async def test_links_do_not_wait_for_one_another(ends: list[GroupTransfer]) -> None:
@@ -304,10 +292,10 @@ async def test_a_peer_that_vanishes_cuts_off_what_waits_for_it(
 
 async def test_a_link_whose_other_end_does_not_come_is_named_in_time() -> None:
     """Connecting alone ends with the link, the host and the timeout."""
-    begun = time.monotonic()
-    with pytest.raises(TransferError, match=r"rank 0 cannot connect link 0=>1 from .* within 1"):
+    named = r"rank 0 cannot connect link 0=>1 from .* within 1"
+    with took() as connecting, pytest.raises(TransferError, match=named):
         await asyncio.to_thread(_connect, 0, dist.HashStore(), 1.0)
-    assert time.monotonic() - begun < 3.0
+    assert connecting.own_s < 3.0
 
 
 async def test_a_host_that_is_not_this_one_is_named() -> None:
@@ -333,11 +321,11 @@ async def test_closing_frees_whatever_waits_for_a_peer() -> None:
     ]
     behind = asyncio.create_task(opened[0].send(THERE, 7, [torch.ones(3)]))
     await asyncio.sleep(0.05)
-    begun = time.perf_counter()
-    for end in (*opened, *opened):
-        end.close()
-    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-    assert time.perf_counter() - begun < NO_PAUSE_S
+    with took() as closing:
+        for end in (*opened, *opened):
+            end.close()
+        outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert closing.own_s < NO_PAUSE_S
     assert [type(outcome) for outcome in outcomes] == [TransferError, TransferError]
     behind.cancel()
     await asyncio.gather(behind, return_exceptions=True)

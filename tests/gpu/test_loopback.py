@@ -211,7 +211,7 @@ async def test_a_refused_second_send_leaves_the_first_whole(ends: Ends) -> None:
     with pytest.raises(TransferError):
         await ends[0].send(LINK, 0, [torch.zeros(2)])
     receive = asyncio.create_task(ends[1].receive(LINK, 0, [spec_of(tensor)]))
-    done, pending = await asyncio.wait([first, receive], timeout=0.2)
+    done, pending = await asyncio.wait([first, receive], timeout=SOON_S)
     for task in pending:
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)

@@ -3,15 +3,14 @@
     torchrun --nproc-per-node 3 tests/ranks/worker_delayed.py SOURCE NUMBER:SECONDS,... FOLDER
 
 From rank SOURCE to the next one, send NUMBER begins SECONDS after its header. Tells each send and
-receive, and the longest gap of a ticker on every rank.
+receive, and on every rank the ticks of a ticker and its gaps.
 """
 
 import asyncio
 import dataclasses
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,12 @@ import rrfp_async as r
 from rrfp_async.gpu.transfer import Transfer, TransferStatistics
 from rrfp_async.ids import Link, TensorSpec
 from rrfp_async.world import Wires
+from tests.machine import Ticker
 from tests.ranks.telling import say
 
 WIDTH = 1024  # rows of 4 KiB
 ROWS = 1024  # tensors of 4 MiB
 MICROBATCHES = 6
-TICK_S = 0.01
 
 
 class LateTransfer(Transfer):
@@ -85,13 +84,12 @@ class Timed(nn.Module):
         return hidden * self.scale
 
 
-async def _tick(gaps: list[float]) -> None:
-    before = time.monotonic()
-    while True:
-        await asyncio.sleep(TICK_S)
-        now = time.monotonic()
-        gaps.append(now - before)
-        before = now
+def _warm_up() -> None:
+    """A first backward from a gradient: torch imports a thousand modules for it.
+
+    In the step, that ends in a full garbage collection, 0.1 s with the interpreter's lock held.
+    """
+    torch.ones(1, requires_grad=True).mul(2).backward(torch.ones(1))
 
 
 async def _main(world: r.World, folder: Path) -> None:
@@ -101,18 +99,16 @@ async def _main(world: r.World, folder: Path) -> None:
         world,
         r.Runtime(Timed(), world=world, config=config, loss_fn=nn.functional.mse_loss) as runtime,
     ):
-        gaps: list[float] = []
-        ticker = asyncio.create_task(_tick(gaps))
-        await runtime.train_step(inputs, target=inputs)
-        ticker.cancel()
-        with suppress(asyncio.CancelledError):
-            await ticker
-        say("step", longest_gap=max(gaps), ticks=len(gaps))
+        async with Ticker() as ticker:
+            await runtime.train_step(inputs, target=inputs)
+        ticks = [dataclasses.astuple(tick) for tick in ticker.ticks]
+        say("step", gaps=ticker.gaps, ticks=ticks)
 
 
 def main() -> int:
     """Run the command line."""
     torch.set_num_threads(1)
+    _warm_up()
     source, numbers, folder = sys.argv[1:]
     link = Link(int(source), int(source) + 1)
     pairs = [pair.split(":") for pair in numbers.split(",")]

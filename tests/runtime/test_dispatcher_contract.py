@@ -30,12 +30,15 @@ def _nodes(kind: type[ast.AST]) -> Iterator[tuple[str, Any]]:
                 yield path.relative_to(PACKAGE).as_posix(), node
 
 
-def test_only_the_dispatcher_mentions_the_next_message() -> None:
-    """`next_message` is used in dispatcher.py alone: no other file even takes the attribute."""
-    users = {file for file, node in _nodes(ast.Attribute) if node.attr == "next_message"}
+def test_only_the_dispatcher_reads_the_bus() -> None:
+    """`deliver` is used in dispatcher.py alone, and `next_message` by the bus's own `deliver`."""
+    users = {file for file, node in _nodes(ast.Attribute) if node.attr == "deliver"}
     assert users == {"dispatcher.py"}
-    named = {file for file, node in _nodes(ast.Constant) if node.value == "next_message"}
-    assert named == set(), "taken by name"
+    users = {file for file, node in _nodes(ast.Attribute) if node.attr == "next_message"}
+    assert users == {"bus/base.py", "bus/zeromq.py"}
+    taken_by_name = ("deliver", "next_message")
+    named = {file for file, node in _nodes(ast.Constant) if node.value in taken_by_name}
+    assert named == set()
 
 
 def test_only_the_bus_defines_the_next_message() -> None:
@@ -49,12 +52,13 @@ def test_only_the_bus_defines_the_next_message() -> None:
 
 
 async def test_in_a_run_only_the_dispatcher_reads_the_bus(tmp_path: Path) -> None:
-    """Whoever calls next_message in a run is `dispatcher._read`, one reader at a time."""
+    """Whoever reads in a run is `dispatcher._read`, through `deliver`: one reader at a time."""
     callers: set[tuple[str, str]] = set()
 
     def note() -> None:
-        frame = inspect.stack()[2]
-        callers.add((Path(frame.filename).name, frame.function))
+        deliver, reader = inspect.stack()[2:4]
+        assert deliver.function == "deliver"
+        callers.add((Path(reader.filename).name, reader.function))
 
     case = chain_case(3, microbatches=4)
     await pipelined(case, tmp_path, wrap=lambda world: watched(world, on_read=note))

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import time
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 import rrfp_async as r
 from rrfp_async.arbiter import Arbiter, Decision
 from rrfp_async.ids import Link
+from tests.machine import Ticker, kept_between
 from tests.runtime.parity import (
     build,
     chain_case,
@@ -106,70 +108,71 @@ class Busy(nn.Module):
         return self.linear(x)
 
 
-async def _tick(gaps: list[float]) -> None:
-    last = time.perf_counter()
-    while True:
-        await asyncio.sleep(0.01)
-        now = time.perf_counter()
-        gaps.append(now - last)
-        last = now
+class Late:
+    """A step of two ranks whose first activation begins `late_s` after its header, and a ticker."""
 
+    def __init__(self, case: Case, late_s: float) -> None:
+        self.results: list[r.StepResult] = []
+        self.ticker = Ticker()
+        self.held_s = self.released_s = self.ended_s = 0.0
+        self._case = case
+        self._late_s = late_s
+        self._gate = asyncio.Event()
+        self._stages = copy.deepcopy(list(case.stages))
 
-async def _late(
-    gate: asyncio.Event, late_s: float, case: Case, gaps: list[float]
-) -> tuple[float, list[r.StepResult]]:
-    """A step whose first activation is `late_s` late, beside a ticker; when its data came."""
-    stages = copy.deepcopy(list(case.stages))
-    released = 0.0
+    async def run(self) -> None:
+        async with self.ticker:
+            self.results = await r.run_local(2, self._main)
 
-    def release() -> None:
-        nonlocal released
-        released = time.perf_counter()
-        gate.set()
+    def kept_s(self, begin_s: float, end_s: float) -> float:
+        """What the machine kept from us meanwhile."""
+        return kept_between(self.ticker.ticks, begin_s, end_s)
 
-    async def main(world: r.World) -> tuple[r.StepResult, float]:
-        held = gated(world, gate, lambda *which: which == FIRST_ACTIVATION)
-        async with build(case, stages, held, None) as runtime:
-            step = case.steps[0]
+    async def _main(self, world: r.World) -> r.StepResult:
+        async with build(
+            self._case, self._stages, gated(world, self._gate, self._holds), None
+        ) as runtime:
+            step = self._case.steps[0]
             args = step.inputs.get(world.rank, ())
             result = await runtime.train_step(*args, target=step.target)
-            return result, time.perf_counter()
+            self.ended_s = time.monotonic()
+            return result
 
-    asyncio.get_running_loop().call_later(late_s, release)
-    ticker = asyncio.create_task(_tick(gaps))
-    try:
-        ended = await r.run_local(2, main)
-    finally:
-        ticker.cancel()
-        await asyncio.gather(ticker, return_exceptions=True)
-    return max(end for _, end in ended) - released, [result for result, _ in ended]
+    def _holds(self, *which: Any) -> bool:
+        if which == FIRST_ACTIVATION:
+            self.held_s = time.monotonic()
+            asyncio.get_running_loop().call_later(self._late_s, self._release)
+        return which == FIRST_ACTIVATION
+
+    def _release(self) -> None:
+        self.released_s = time.monotonic()
+        self._gate.set()
 
 
 @pytest.mark.parametrize("late_s", [0.3, pytest.param(2.0, marks=pytest.mark.slow)])
 async def test_a_late_receive_leaves_the_loop_free_and_ends_soon(late_s: float) -> None:
     """Hazard 20: a receive that is late resolves within 0.1 s of its data; no gap over 50 ms."""
     await r.run_local(2, _warm_up)
-    gaps: list[float] = []
-    case = chain_case(2, microbatches=2)
-    after_s, results = await _late(asyncio.Event(), late_s, case, gaps)
-    assert after_s < 0.1
-    assert len(gaps) > late_s / 0.01 / 2
-    assert max(gaps) < 0.05
-    assert results[1].blocking_s > late_s * 0.9
+    late = Late(chain_case(2, microbatches=2), late_s)
+    await late.run()
+    begun_s, held_s, ended_s = late.released_s, late.held_s, late.ended_s
+    assert ended_s - begun_s - late.kept_s(begun_s, ended_s) < 0.1
+    assert mean(late.ticker.gaps) < 0.02
+    assert max(late.ticker.gaps) < 0.05
+    assert late.results[1].blocking_s > late_s * 0.9 - late.kept_s(held_s, begun_s)
 
 
 def test_computation_in_python_leaves_the_loop_free() -> None:
     """Hazard 20's like: under `run`, stages busy in the interpreter cause no gap over 50 ms."""
-    gaps: list[float] = []
     case = chain_case(2, microbatches=2, stages=[Busy(0.1), Busy(0.1)])
 
-    async def main() -> None:
+    async def main() -> list[float]:
         await r.run_local(2, _warm_up)
-        await _late(asyncio.Event(), 0.05, case, gaps)
+        late = Late(case, 0.05)
+        await late.run()
+        return late.ticker.gaps
 
-    r.run(main)
-    assert len(gaps) > 5
-    assert max(gaps) < 0.05
+    assert max(r.run(main)) < 0.05
 
 
 async def _warm_up(world: r.World) -> None:

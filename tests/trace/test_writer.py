@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rrfp_async.ids import TaskId
 from rrfp_async.trace import writer
 from rrfp_async.trace.records import SCHEMA, DispatchRecord
 from rrfp_async.trace.writer import JsonlTrace, NullTrace, open_trace
+from tests.machine import took
 
 
 def record(step: int = 0, *, task: str | None = "2F5") -> DispatchRecord:
@@ -155,10 +155,10 @@ def test_a_full_queue_loses_records_and_counts_them(
     trace = on_disk(disk)
     trace.dispatch(record())
     assert disk.reached.wait(2.0)
-    begun = time.perf_counter()
-    for step in range(20):
-        trace.dispatch(record(step))
-    assert time.perf_counter() - begun < 0.1
+    with took() as dispatching:
+        for step in range(20):
+            trace.dispatch(record(step))
+    assert dispatching.own_s < 0.1
     assert trace.statistics() == {"written": 0, "pending": 5, "lost": 15}
     disk.let_go.set()
     with pytest.warns(RuntimeWarning, match="lost 15 records"):
@@ -194,13 +194,11 @@ def test_closing_on_a_hanging_disk_keeps_to_its_timeout(
     assert disk.reached.wait(2.0)
     trace.dispatch(record())
     trace.dispatch(record())  # lost, so that close() warns
-    begun = time.perf_counter()
-    with pytest.warns(RuntimeWarning, match="lost"):
+    with took() as closing, pytest.warns(RuntimeWarning, match="lost"):
         trace.close()
-    took_s = time.perf_counter() - begun
     disk.let_go.set()
     trace._queue.put(None, timeout=2.0)  # close() could not
-    assert took_s < 0.6
+    assert closing.own_s < 0.6
 
 
 def test_a_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> None:
