@@ -69,56 +69,57 @@ class SleepingLayer(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(1000 * seed + emulated.stage)
         weight = torch.randn(width, width, generator=generator) / width**0.5
+        weight[0, :] = weight[:, 0] = 0.0
+        weight[0, 0] = 1.0
         self.weight = nn.Parameter(weight)
-        self.shift = nn.Parameter(torch.zeros(width))  # so that the first stage has an I too
+        first = emulated.stage == 0
+        self.shift = nn.Parameter(torch.zeros(width)) if first else None  # so that it has an I
         self.emulated = emulated
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`(batch, width)` in, the same out."""
-        weight = self.weight.view_as(self.weight)  # the engine answers about views, not leaves
-        y: torch.Tensor = _Layer.apply(x + self.shift, weight, self)
+        x = x if self.shift is None else x + self.shift
+        y: torch.Tensor = _Layer.apply(x, self.weight, self.emulated)
         return y
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, layer: SleepingLayer
+        ctx: Any, x: torch.Tensor, weight: nn.Parameter, emulated: Emulated
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.layer = layer
+        ctx.emulated = emulated
         ctx.store = rrfp_async.weight_grad_store()
-        ctx.microbatch = round(float(x[0, 0]))
-        with layer.emulated.taking("F", ctx.microbatch):
-            y = x @ weight.t()
-            y[:, 0] = x[:, 0]
-        return y
+        ctx.microbatch = round(x[0, 0].item())
+        with emulated.taking("F", ctx.microbatch):
+            return x @ weight.t()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        emulated, microbatch = ctx.layer.emulated, ctx.microbatch
-        through = gradients[0].clone()
-        through[:, 0] = 0.0
+        emulated, microbatch = ctx.emulated, ctx.microbatch
         for_x = for_weight = None
         if _is_wanted(ctx, 0):
             with emulated.taking("I", microbatch):
-                for_x = through @ weight
-                for_x[:, 0] += gradients[0][:, 0]
+                for_x = gradients[0] @ weight
 
-        def compute(through: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def compute(gradient: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             with emulated.taking("W", microbatch):
-                return through.t() @ x
+                return gradient.t() @ x
 
-        if _is_wanted(ctx, 1) and not ctx.store.put(ctx.layer.weight, compute, through, x):
-            for_weight = compute(through, x)
+        if _is_wanted(ctx, 1) and not ctx.store.put(weight, compute, gradients[0], x):
+            for_weight = compute(gradients[0], x)
         return for_x, for_weight, None
 
 
 def _is_wanted(ctx: Any, position: int) -> bool:
     """Whether the backward that runs wants the gradient of that input."""
     node = ctx.next_functions[position][0]
-    return node is not None and torch._C._will_engine_execute_node(node)
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf that autograd.grad was asked for, which it cannot answer
+        return True
 
 
 def batch_of(microbatches: int, rows: int, width: int) -> torch.Tensor:

@@ -26,6 +26,14 @@ class Accounts:
         self.compute_s = self.blocking_s = self.coordination_s = 0.0
         self._unfinished = 0
 
+    def begin_tasks(self) -> None:
+        """From now on the device could have computed."""
+        self._free_since_s = self._clock()
+
+    def idle_s(self) -> float:
+        """How long the device has had nothing to do, in seconds."""
+        return 0.0 if self._unfinished else max(0.0, self._clock() - self._free_since_s)
+
     def launched(self) -> None:
         """A task's work was launched and is not known to be done."""
         self._unfinished += 1

@@ -15,12 +15,12 @@ from functools import partial
 
 import torch
 
-from rrfp_async.accounts import Accounts
-from rrfp_async.arbiter import Arbiter, Decision
+from rrfp_async.arbiter import Arbiter
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header, Message
 from rrfp_async.config import Config
 from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, TransferError
+from rrfp_async.executor import Executor
 from rrfp_async.gpu.device import adopt_num_threads
 from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.hints import make_order
@@ -30,11 +30,10 @@ from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
-from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
+from rrfp_async.tasks.kinds import deliver
 from rrfp_async.tasks.stage import Stage
-from rrfp_async.tasks.step import StepReport, StepRequest, most_kept, stage_inputs, weighted
+from rrfp_async.tasks.step import StepReport, StepRequest, stage_inputs, weighted
 from rrfp_async.trace.journal import Journal
-from rrfp_async.trace.records import DispatchRecord
 from rrfp_async.trace.writer import Trace
 from rrfp_async.world import Wires, World
 
@@ -61,9 +60,7 @@ class Dispatcher:
         self._keep_outputs = config.return_outputs
         self._takes_inputs = any(stage.is_source for stage in stages.values())
         self._stages = stages
-        self._trace = trace
         self._session = session
-        self._context = TaskContext(stages, world.device, wires.transfer.export)
         self._ready_set = ReadySet(topology, world.rank, deterministic=config.deterministic)
         limit = make_limit(
             config.limit,
@@ -77,12 +74,11 @@ class Dispatcher:
         self._arbiter = Arbiter(order, self._backpressure)
         self._held: deque[tuple[int, Header]] = deque()
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
-        self._wake = asyncio.Event()
-        self._accounts = Accounts(world.clock)
         self._first_failure: Exception | None = None
         self._ending = False
         self._journal = Journal(world.clock)
         self._stall_timeout_s = config.stall_timeout_s
+        self._wake = asyncio.Event()
         self._outbox = Outbox(
             world,
             wires,
@@ -92,6 +88,20 @@ class Dispatcher:
             changed=self._wake.set,
             broke=self._transfer_broke,
         )
+        self._executor = Executor(
+            world=world,
+            wires=wires,
+            stages=stages,
+            arbiter=self._arbiter,
+            ready_set=self._ready_set,
+            backpressure=self._backpressure,
+            outbox=self._outbox,
+            session=session,
+            journal=self._journal,
+            trace=trace,
+            wake=self._wake,
+            ahead=config.activation_budget_bytes is None,
+        )
 
     async def run_step(self, request: StepRequest) -> StepReport:
         """Run one step together with every other rank.
@@ -100,7 +110,7 @@ class Dispatcher:
             ValueError: If this rank's batch does not fit the step.
             StepFailed: If anything else ends the step, here or elsewhere.
         """
-        self._accounts.begin_step()
+        self._executor.begin_step()
         self._journal.begin_step()
         self._first_failure = None
         self._ending = False
@@ -119,6 +129,7 @@ class Dispatcher:
         finally:
             self._transfers = None
             self._outbox.end_step()
+            self._executor.end_step()
             self._end_stages()
             self._ready_set.reset()
         if isinstance(failure, StepFailed | ValueError | DataExhausted):
@@ -146,7 +157,7 @@ class Dispatcher:
     # -- the course of a step ------------------------------------------------------------------
 
     async def _run(self, request: StepRequest) -> StepReport:
-        clock, accounts = self._world.clock, self._accounts
+        clock, accounts = self._world.clock, self._executor.accounts
         begun, number = clock(), self._session.steps_done
         with self._part_of_step():
             batch = await request.batch()
@@ -161,7 +172,7 @@ class Dispatcher:
             self._outbox.begin_step(self._transfers, training=request.training)
             with self._part_of_step():
                 self._begin(request, batch, arguments, sizes)
-                await self._dispatch_all()
+                await self._executor.run_all(self._transfers, training=request.training)
             drained = clock()
         with self._part_of_step():
             losses = await self._losses()
@@ -196,75 +207,6 @@ class Dispatcher:
         held, self._held = self._held, deque()
         for source, header in held:
             self._handle(source, header)
-
-    async def _dispatch_all(self) -> None:
-        """Run this rank's tasks, each as soon as the arbiter lets it."""
-        clock = self._world.clock
-        idle_since = clock()
-        while self._ready_set.remaining:
-            if self._world.settle is not None:
-                await self._world.settle()
-            self._outbox.check()
-            decision = self._arbiter.choose()
-            if decision.task is None:
-                await self._wait_for_an_event()
-                continue
-            self._arbiter.commit(decision)
-            self._record(decision, clock() - idle_since)
-            await self._perform(decision.task)
-            idle_since = clock()
-        self._outbox.flush()
-
-    async def _wait_for_an_event(self) -> None:
-        since = self._world.clock()
-        self._wake.clear()
-        await self._wake.wait()
-        self._accounts.blocked_since(since)
-
-    def _record(self, decision: Decision, waited_s: float) -> None:
-        record = DispatchRecord(self._session.steps_done, self._world.rank, decision, waited_s)
-        self._trace.dispatch(record)
-
-    async def _perform(self, task: TaskId) -> None:
-        try:
-            self._journal.note("dispatched", task)
-            outcome = await KINDS[task.kind](self._context, task)
-        except Exception as error:
-            raise self._task_failed(error, task) from error
-        self._journal.note("completed", task)
-        for outgoing in outcome.outgoing:
-            if self._world.topology.is_local(outgoing.edge):  # on a GPU, its stream keeps order
-                self._deliver(outgoing.edge, task, outgoing.specs, list(outgoing.tensors))
-        if outcome.computed.finish is None:
-            self._leave(task, outcome, outcome.computed.finished_s)
-        else:  # launched: what comes next here may be launched behind it, headers must wait
-            self._accounts.launched()
-            self._transfer_group().create_task(self._leave_later(task, outcome))
-        self._backpressure.completed(task)
-        self._backpressure.measured(kept_bytes=most_kept(self._stages.values()))
-        self._arbiter.add(self._ready_set.completed(task))
-
-    def _task_failed(self, error: Exception, task: TaskId) -> StepFailed:
-        return self._session.failed(error, task, records=self._journal.about(task))
-
-    async def _leave_later(self, task: TaskId, outcome: Outcome) -> None:
-        if outcome.computed.finish is not None:
-            with self._part_of_step():
-                try:
-                    finished_s = await outcome.computed.finish
-                except Exception as error:
-                    raise self._task_failed(error, task) from error
-                self._accounts.finished()
-                self._leave(task, outcome, finished_s)
-                self._wake.set()
-
-    def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
-        """The task has left the device: count its time there, and send what it made."""
-        held_s = self._accounts.computed(outcome.computed.started_s, finished_s)
-        self._backpressure.measured(task_s=held_s)
-        for outgoing in outcome.outgoing:
-            if not self._world.topology.is_local(outgoing.edge):
-                self._outbox.put(task, outgoing)
 
     async def _losses(self) -> list[float]:
         """The last stage's losses, read where their tensors are; nothing on other ranks."""
@@ -301,19 +243,14 @@ class Dispatcher:
         specs: tuple[TensorSpec | None, ...],
         tensors: list[torch.Tensor],
     ) -> None:
-        """Give the receiving stage what `task` sent over `edge`."""
-        microbatch = task.microbatch
-        if task.kind is TaskKind.F:
-            wanted = [spec is not None and spec.requires_grad for spec in specs]
-            self._stages[edge.target].deliver_activation(edge, microbatch, tensors, wanted)
-            ready = self._ready_set.activation_arrived(edge, microbatch)
-        else:
-            present = iter(tensors)
-            gradients = [None if spec is None else next(present) for spec in specs]
-            self._stages[edge.source].deliver_gradient(edge, microbatch, gradients)
-            ready = self._ready_set.gradient_arrived(edge, microbatch)
+        """Take in what `task` of another rank sent over `edge`."""
+        deliver(self._stages, edge, task, specs, tensors)
+        forward = task.kind is TaskKind.F
+        arrived = (
+            self._ready_set.activation_arrived if forward else self._ready_set.gradient_arrived
+        )
         self._journal.note("received the result of", task)
-        self._arbiter.add(ready)
+        self._arbiter.add(arrived(edge, task.microbatch))
         self._wake.set()
 
     def _transfer_group(self) -> asyncio.TaskGroup:

@@ -66,14 +66,15 @@ class Outbox:
         self._group = self._failure = None
         self._waiting.clear()
 
-    def put(self, task: TaskId, outgoing: Outgoing) -> None:
-        """Take what `task` made for another rank; it leaves at the loop's next turn.
+    def put(self, task: TaskId, outgoing: Outgoing, *, at_once: bool) -> None:
+        """Take what `task` made for another rank.
 
-        By then the next task was chosen and the device has it: it has been free since `task`
-        ended. In evaluation, where open sends are the bound, it leaves before the next choice.
+        It leaves at once, or else at the loop's next turn: by then the next task was chosen and
+        the device, which has been free since `task` ended, has it. In evaluation, where open
+        sends are the bound, it always leaves before the next choice.
         """
         self._waiting.append((task, outgoing))
-        if not self._training:
+        if at_once or not self._training:
             self._send_waiting()
         elif len(self._waiting) == 1:
             asyncio.get_running_loop().call_soon(self._send_soon)

@@ -6,6 +6,7 @@ CUDA event. What the work is, is not known here.
 
 import asyncio
 import atexit
+import enum
 import queue
 import threading
 from collections.abc import Callable
@@ -43,26 +44,63 @@ class Computed(Generic[T]):
     finish: "asyncio.Future[float] | None" = None
 
 
-@dataclass(slots=True)
-class _Work:
-    function: Callable[[], Any]
-    future: "asyncio.Future[Computed[Any]]"
-    loop: asyncio.AbstractEventLoop
+class _State(enum.Enum):
+    WAITS = "in the queue"
+    BEGUN = "runs, or has run"
+    FAILED = "has raised"
+    WITHDRAWN = "will not run"
+
+
+class Work(Generic[T]):
+    """A function in a thread's queue. The future belongs to the loop it was made on.
+
+    Cancelling the future stops the waiting, not the function: its result is dropped.
+    """
+
+    def __init__(self, function: Callable[[], T], before: "Work[Any] | None" = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[Computed[T]] = self._loop.create_future()
+        self._function = function
+        self._before = before
+        self._state = _State.WAITS
+        self._changing = threading.Lock()
+
+    def withdraw(self) -> bool:
+        """Keep the function from running, unless it has begun; returns whether it will not run."""
+        with self._changing:
+            if self._state is _State.WAITS:
+                self._state = _State.WITHDRAWN
+            return self._state is _State.WITHDRAWN
 
     def run(self, clock: Clock) -> None:
+        """On the thread, run the function and hand the result back."""
+        if not self._begin():
+            return
         started = clock()
         try:
-            value = self.function()
+            value = self._function()
         except BaseException as error:  # it belongs to whoever awaits the future
+            self._state = _State.FAILED
             self._hand_back(self._fail, _awaitable(error))
         else:
             self._hand_back(self._finish, Computed(value, started, clock()))
 
+    def _begin(self) -> bool:
+        before, self._before = self._before, None
+        if before is not None and before._state is _State.FAILED:
+            self.withdraw()
+            self._hand_back(self._cancel, None)
+        with self._changing:
+            if self._state is _State.WITHDRAWN:
+                return False
+            self._state = _State.BEGUN
+            return True
+
     def _hand_back(self, deliver: Callable[[Any], None], outcome: object) -> None:
         with suppress(RuntimeError):  # the loop has closed: nobody is waiting any more
-            self.loop.call_soon_threadsafe(deliver, outcome)
+            self._loop.call_soon_threadsafe(deliver, outcome)
 
-    def _finish(self, computed: Computed[Any]) -> None:
+    def _finish(self, computed: Computed[T]) -> None:
         if not self.future.done():
             self.future.set_result(computed)
 
@@ -70,12 +108,15 @@ class _Work:
         if not self.future.done():
             self.future.set_exception(error)
 
+    def _cancel(self, _outcome: None) -> None:
+        self.future.cancel()
+
 
 class _Service:
     """What the thread of a `WaitingThread` runs. Knows not its owner, which may be dropped."""
 
     def __init__(self, clock: Clock, name: str) -> None:
-        self.work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self.work: queue.SimpleQueue[Work[Any] | None] = queue.SimpleQueue()
         self.running = False
         self.thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._clock = clock
@@ -122,10 +163,13 @@ class WaitingThread:
 
         Cancelling the future stops the waiting, not the function: its result is dropped.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Computed[T]] = loop.create_future()
-        self._service.work.put(_Work(function, future, loop))
-        return future
+        return self.queue(function).future
+
+    def queue(self, function: Callable[[], T], *, before: Work[Any] | None = None) -> Work[T]:
+        """As `submit`, but the work may be withdrawn, and does not run if `before` has failed."""
+        work = Work(function, before)
+        self._service.work.put(work)
+        return work
 
     def close(self) -> None:
         """Let the thread end once its current function has. Never waits; twice is harmless."""

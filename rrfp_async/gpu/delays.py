@@ -82,14 +82,23 @@ class DelayedDevice(Device):
         """Sleep and run. The delay is drawn per task and how often it ran before."""
         if task is None:
             return await self._inner.run(function)
-        self._times[task] += 1
-        delay_s = self._delays.draw(self._delays.task_most_s, "task", task, self._times[task])
 
         def delayed() -> T:
-            time.sleep(delay_s)
+            self._times[task] += 1  # not when it is given: it may be taken back
+            delays, times = self._delays, self._times[task]
+            time.sleep(delays.draw(delays.task_most_s, "task", task, times))
             return function()
 
         return await self._inner.run(delayed, task=task)
+
+    @property
+    def takes_back(self) -> bool:
+        """As the inner device does."""
+        return self._inner.takes_back
+
+    def withdraw(self, task: TaskId) -> bool:
+        """As the inner device does."""
+        return self._inner.withdraw(task)
 
     def follow_caller(self) -> None:
         """As the inner device does."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rrfp_async.errors import StateError
-from rrfp_async.gpu.completion import Clock, Computed, T, WaitingThread
+from rrfp_async.gpu.completion import Clock, Computed, T, WaitingThread, Work
 from rrfp_async.ids import TaskId
 
 _LAUNCHED_MOST = 2  # the one that runs and one behind it
@@ -42,6 +42,21 @@ class Device(ABC):
         Cancelling stops the waiting, not the function: it runs to its end, its result is dropped.
         """
 
+    @property
+    def takes_back(self) -> bool:
+        """Whether a task may be given while another runs, and taken back until it has begun."""
+        return False
+
+    def withdraw(self, task: TaskId) -> bool:  # noqa: ARG002 - takes nothing back
+        """Take back `task`, which was given last, unless it has begun.
+
+        Whoever awaits it is told nothing, and is to be cancelled.
+
+        Returns:
+            Whether it will not run.
+        """
+        return False
+
     def follow_caller(self) -> None:  # noqa: B027 - nothing on a CPU
         """Let what tasks do come after what the caller's thread has launched so far."""
 
@@ -58,21 +73,43 @@ class CpuDevice(Device):
 
     def __init__(self, clock: Clock, *, name: str = "rrfp-compute") -> None:
         self._thread = WaitingThread(clock, name=name)
+        self._given: dict[TaskId, Work[Any]] = {}
 
     @property
     def torch_device(self) -> torch.device:
         """`cpu`."""
         return torch.device("cpu")
 
-    async def run(self, function: Callable[[], T], *, task: TaskId | None = None) -> Computed[T]:  # noqa: ARG002
+    async def run(self, function: Callable[[], T], *, task: TaskId | None = None) -> Computed[T]:
         """Run `function` on the compute thread; see `Device.run`.
+
+        A task that was given behind one that fails is not run, and its caller is cancelled.
 
         Raises:
             StateError: If the device is closed.
         """
         if self._thread.closed:
             raise StateError("the device is closed: open a new world")
-        return await self._thread.submit(function)
+        if task is None:
+            return await self._thread.submit(function)
+        before = next(reversed(self._given.values()), None)
+        work = self._thread.queue(function, before=before)
+        self._given[task] = work
+        try:
+            return await work.future
+        finally:
+            if self._given.get(task) is work:
+                del self._given[task]
+
+    @property
+    def takes_back(self) -> bool:
+        """Its thread goes from one task to the next by itself."""
+        return True
+
+    def withdraw(self, task: TaskId) -> bool:
+        """Take back `task`, also if its turn to be given has not come; see `Device.withdraw`."""
+        work = self._given.get(task)
+        return work is None or work.withdraw()
 
     def close(self) -> None:
         """Let the thread end once its current function has."""

@@ -1,27 +1,38 @@
 """The task kinds: one async function each, called once per task the arbiter chose.
 
-A kind takes its stage's arrivals, awaits the device, and returns what to send. It never awaits a
-transfer: sends are rendezvous, and waiting for one while holding the device would deadlock. To
-add a kind, write its function and enter it in `KINDS`.
+A kind awaits the device, on whose thread it takes its stage's arrivals, computes, and hands over
+what goes to another stage of its rank; it returns what to send. It never awaits a transfer: sends
+are rendezvous, and waiting for one while holding the device would deadlock. To add a kind, write
+its function and enter it in `KINDS`.
 """
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
+import torch
+
 from rrfp_async.gpu.completion import Computed
 from rrfp_async.gpu.device import Device
-from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.ids import Edge, TaskId, TaskKind, TensorSpec
 from rrfp_async.tasks.boundary import Export, Outgoing
 from rrfp_async.tasks.stage import Stage
 
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """What a task may use: its rank's stages, the device, and how to make a tensor sendable."""
+    """What a task may use.
+
+    Attributes:
+        stages: Its rank's.
+        is_local: Whether an edge stays on the rank.
+        device: Where it computes.
+        export: Makes a tensor sendable.
+    """
 
     stages: Mapping[int, Stage]
+    is_local: Callable[[Edge], bool]
     device: Device
     export: Export
 
@@ -31,7 +42,7 @@ class Outcome:
     """What a task leaves.
 
     Attributes:
-        outgoing: What to send.
+        outgoing: What to send, and what was handed over.
         computed: When it held the device, and when its results are there.
     """
 
@@ -40,29 +51,36 @@ class Outcome:
 
 
 TaskFunction = Callable[[TaskContext, TaskId], Awaitable[Outcome]]
+Compute = Callable[[], tuple[Outgoing, ...]]
 
 
 async def forward(context: TaskContext, task: TaskId) -> Outcome:
     """F: run the stage's module on a microbatch; on the last stage, the loss too."""
-    stage = context.stages[task.stage]
-    activations = stage.take_activations(task.microbatch)
-    compute = partial(stage.forward, task.microbatch, activations, context.export)
+    stage, microbatch = context.stages[task.stage], task.microbatch
+
+    def compute() -> tuple[Outgoing, ...]:
+        return stage.forward(microbatch, stage.take_activations(microbatch), context.export)
+
     return await _compute(context, task, compute)
 
 
 async def backward(context: TaskContext, task: TaskId) -> Outcome:
     """B: accumulate the stage's gradients of a microbatch, and send back those of its inputs."""
-    stage = context.stages[task.stage]
-    gradients = stage.take_gradients(task.microbatch)
-    compute = partial(stage.backward, task.microbatch, gradients, context.export)
+    stage, microbatch = context.stages[task.stage], task.microbatch
+
+    def compute() -> tuple[Outgoing, ...]:
+        return stage.backward(microbatch, stage.take_gradients(microbatch), context.export)
+
     return await _compute(context, task, compute)
 
 
 async def backward_input(context: TaskContext, task: TaskId) -> Outcome:
     """I: send back the gradients of the stage's inputs; its parameters' are left for W."""
-    stage = context.stages[task.stage]
-    gradients = stage.take_gradients(task.microbatch)
-    compute = partial(stage.backward_input, task.microbatch, gradients, context.export)
+    stage, microbatch = context.stages[task.stage], task.microbatch
+
+    def compute() -> tuple[Outgoing, ...]:
+        return stage.backward_input(microbatch, stage.take_gradients(microbatch), context.export)
+
     return await _compute(context, task, compute)
 
 
@@ -72,11 +90,38 @@ async def backward_weight(context: TaskContext, task: TaskId) -> Outcome:
     return await _compute(context, task, compute)
 
 
-async def _compute(
-    context: TaskContext, task: TaskId, compute: Callable[[], tuple[Outgoing, ...]]
-) -> Outcome:
-    computed = await context.device.run(compute, task=task)
+async def _compute(context: TaskContext, task: TaskId, compute: Compute) -> Outcome:
+    function = partial(_compute_and_hand_over, context, task, compute)
+    computed = await context.device.run(function, task=task)
     return Outcome(computed.value, computed)
+
+
+def _compute_and_hand_over(
+    context: TaskContext, task: TaskId, compute: Compute
+) -> tuple[Outgoing, ...]:
+    """On the device's thread: what comes after `task` there finds what it made."""
+    made = compute()
+    for outgoing in made:
+        if context.is_local(outgoing.edge):
+            deliver(context.stages, outgoing.edge, task, outgoing.specs, outgoing.tensors)
+    return made
+
+
+def deliver(
+    stages: Mapping[int, Stage],
+    edge: Edge,
+    task: TaskId,
+    specs: Sequence[TensorSpec | None],
+    tensors: Sequence[torch.Tensor],
+) -> None:
+    """Give the receiving one of `stages` what `task` made for `edge`."""
+    if task.kind is TaskKind.F:
+        wanted = [spec is not None and spec.requires_grad for spec in specs]
+        stages[edge.target].deliver_activation(edge, task.microbatch, list(tensors), wanted)
+        return
+    present = iter(tensors)
+    gradients = [None if spec is None else next(present) for spec in specs]
+    stages[edge.source].deliver_gradient(edge, task.microbatch, gradients)
 
 
 KINDS: Mapping[TaskKind, TaskFunction] = MappingProxyType(

@@ -1,0 +1,256 @@
+"""The loop of one rank's tasks: the arbiter chooses, the device runs, results leave.
+
+One task computes at a time. A device that can take back what it has not begun is given the next
+task while one runs, so that it goes from one to the next without waiting for the event loop; until
+it does, every event may change that choice. So what runs is always the best of what was ready when
+the device became free, as far as the loop had heard. On other devices the choice is made when one
+task has ended, or was launched.
+
+It does not know where arrivals come from, how a step begins or ends, or what a task computes.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rrfp_async.accounts import Accounts
+from rrfp_async.arbiter import Arbiter, Decision
+from rrfp_async.backpressure import Backpressure
+from rrfp_async.errors import StepFailed
+from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.outbox import Outbox
+from rrfp_async.ready_set import ReadySet
+from rrfp_async.session import Session
+from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
+from rrfp_async.tasks.stage import Stage
+from rrfp_async.tasks.step import most_kept
+from rrfp_async.trace.journal import Journal
+from rrfp_async.trace.records import DispatchRecord
+from rrfp_async.trace.writer import Trace
+from rrfp_async.world import Wires, World
+
+
+class Executor:
+    """Runs the tasks of one rank, step after step.
+
+    Whoever changes what may run sets `wake`. Without `ahead`, no task is given while one runs:
+    what that one is measured to keep in memory decides about the next.
+
+    Attributes:
+        accounts: Where the rank's time goes.
+    """
+
+    def __init__(
+        self,
+        *,
+        world: World,
+        wires: Wires,
+        stages: Mapping[int, Stage],
+        arbiter: Arbiter,
+        ready_set: ReadySet,
+        backpressure: Backpressure,
+        outbox: Outbox,
+        session: Session,
+        journal: Journal,
+        trace: Trace,
+        wake: asyncio.Event,
+        ahead: bool,
+    ) -> None:
+        self.accounts = Accounts(world.clock)
+        self._world = world
+        self._topology = world.topology
+        self._stages = stages
+        self._context = TaskContext(
+            stages, world.topology.is_local, world.device, wires.transfer.export
+        )
+        self._arbiter = arbiter
+        self._ready_set = ready_set
+        self._backpressure = backpressure
+        self._outbox = outbox
+        self._session = session
+        self._journal = journal
+        self._trace = trace
+        self._wake = wake
+        self._ahead = ahead and world.device.takes_back
+        self._given: dict[TaskId, asyncio.Task[None]] = {}
+        self._next: tuple[Decision, TaskId, float] | None = None  # given, and may be taken back
+        self._failure: Exception | None = None
+
+    def begin_step(self) -> None:
+        """Start counting a step's time."""
+        self.accounts.begin_step()
+        self._failure = None
+
+    def end_step(self) -> None:
+        """Take back from the device what a step that failed has not begun."""
+        for task in self._given:
+            self._world.device.withdraw(task)
+        self._given.clear()
+        self._next = None
+
+    async def run_all(self, group: asyncio.TaskGroup, *, training: bool) -> None:
+        """Run this rank's tasks of the step, each as soon as the arbiter lets it.
+
+        Args:
+            group: Where what runs beside this lives.
+            training: In evaluation open sends are the bound, so a task's must be counted before
+                the next is chosen.
+
+        Raises:
+            StepFailed: If a task fails.
+        """
+        self.accounts.begin_tasks()
+        while self._ready_set.remaining:
+            if self._world.settle is not None:
+                await self._world.settle()
+            self._check()
+            decision = self._arbiter.choose()
+            if decision.task is None:
+                await self._wait()
+            elif self._ahead and training:
+                await self._run_ahead(group, decision, decision.task)
+            else:
+                await self._run_alone(group, decision, decision.task)
+        while self._given:
+            await self._wait()
+            self._check()
+        self._outbox.flush()
+
+    # -- one after the other -------------------------------------------------------------------
+
+    async def _run_alone(self, group: asyncio.TaskGroup, decision: Decision, task: TaskId) -> None:
+        """Run a task to its end, or to its launch."""
+        self._commit(decision, task, self.accounts.idle_s())
+        outcome = await self._run(task)
+        if outcome.computed.finish is None:
+            self._leave(task, outcome, outcome.computed.finished_s)
+        else:  # what comes next here may be launched behind it, headers must wait
+            self.accounts.launched()
+            group.create_task(self._leave_later(task, outcome, outcome.computed.finish))
+        self._complete(task)
+
+    async def _leave_later(
+        self, task: TaskId, outcome: Outcome, finish: "asyncio.Future[float]"
+    ) -> None:
+        with self._failing_the_step():
+            try:
+                finished_s = await finish
+            except Exception as error:
+                raise self._task_failed(error, task) from error
+            self.accounts.finished()
+            self._leave(task, outcome, finished_s)
+
+    # -- the next while one runs ---------------------------------------------------------------
+
+    async def _run_ahead(self, group: asyncio.TaskGroup, decision: Decision, task: TaskId) -> None:
+        """Give a task to the device, and wait until that is sure to be the next it runs."""
+        self._next = decision, task, self.accounts.idle_s()
+        self._give(group, task)
+        if len(self._given) == 1:
+            self._commit_next()
+        while self._next is not None:  # the one before it runs: its place can be had
+            await self._wait()
+            self._check()
+            if self._next is not None:
+                self._choose_again(group, *self._next)
+
+    def _choose_again(
+        self, group: asyncio.TaskGroup, _before: Decision, task: TaskId, idle_s: float
+    ) -> None:
+        """Something has come: maybe another task should be the next."""
+        decision = self._arbiter.choose()
+        if decision.task is None:
+            return
+        if decision.task != task:
+            if not self._take_back(task):
+                return  # it runs, and the end of the one before it is about to be told
+            self._give(group, decision.task)
+        self._next = decision, decision.task, idle_s
+
+    def _commit_next(self) -> None:
+        """The device runs the next task now: what comes can change that no more."""
+        if self._next is not None:
+            (decision, task, idle_s), self._next = self._next, None
+            self._commit(decision, task, idle_s)
+            self._complete(task)
+
+    def _give(self, group: asyncio.TaskGroup, task: TaskId) -> None:
+        self.accounts.launched()
+        self._given[task] = group.create_task(self._perform(task))
+
+    def _take_back(self, task: TaskId) -> bool:
+        """Take back a task that was given, unless it runs already."""
+        if not self._world.device.withdraw(task):
+            return False
+        self._given.pop(task).cancel()
+        self.accounts.finished()
+        return True
+
+    async def _perform(self, task: TaskId) -> None:
+        """A task's life on a device that was given it."""
+        with self._failing_the_step():
+            outcome = await self._run(task)
+            del self._given[task]
+            self.accounts.finished()
+            self._leave(task, outcome, outcome.computed.finished_s)
+            self._commit_next()
+
+    # -- what both do --------------------------------------------------------------------------
+
+    async def _run(self, task: TaskId) -> Outcome:
+        try:
+            return await KINDS[task.kind](self._context, task)
+        except Exception as error:
+            raise self._task_failed(error, task) from error
+
+    def _commit(self, decision: Decision, task: TaskId, waited_s: float) -> None:
+        """The choice is made: the device runs `task` now, or next for sure."""
+        self._arbiter.commit(decision)
+        self._journal.note("dispatched", task)
+        record = DispatchRecord(self._session.steps_done, self._world.rank, decision, waited_s)
+        self._trace.dispatch(record)
+
+    def _complete(self, task: TaskId) -> None:
+        """What waits for `task` on this rank may run: on its device it comes after it."""
+        self._backpressure.completed(task)
+        ready = self._ready_set.completed(task)
+        if task.kind is TaskKind.F:
+            for edge in filter(self._topology.is_local, self._topology.out_edges(task.stage)):
+                ready += self._ready_set.activation_arrived(edge, task.microbatch)
+        elif task.kind in (TaskKind.B, TaskKind.I):
+            for edge in filter(self._topology.is_local, self._topology.in_edges(task.stage)):
+                ready += self._ready_set.gradient_arrived(edge, task.microbatch)
+        self._arbiter.add(ready)
+
+    def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
+        """The task has left the device: count its time there, and send what it made."""
+        self._journal.note("completed", task)
+        held_s = self.accounts.computed(outcome.computed.started_s, finished_s)
+        self._backpressure.measured(task_s=held_s, kept_bytes=most_kept(self._stages.values()))
+        for outgoing in outcome.outgoing:
+            if not self._topology.is_local(outgoing.edge):
+                self._outbox.put(task, outgoing, at_once=bool(self._given))
+
+    async def _wait(self) -> None:
+        since_s = self._world.clock()
+        self._wake.clear()
+        await self._wake.wait()
+        self.accounts.blocked_since(since_s)
+
+    def _check(self) -> None:
+        """Raise what has failed beside the loop."""
+        if self._failure is not None:
+            raise self._failure
+        self._outbox.check()
+
+    @contextmanager
+    def _failing_the_step(self) -> Iterator[None]:
+        """Beside the loop: what is raised in here is raised in the loop, where the step ends."""
+        try:
+            yield
+        except Exception as error:
+            self._failure = self._failure or error
+        self._wake.set()
+
+    def _task_failed(self, error: Exception, task: TaskId) -> StepFailed:
+        return self._session.failed(error, task, records=self._journal.about(task))
