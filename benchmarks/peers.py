@@ -66,7 +66,7 @@ SYSTEMS = (
     System("rrfp_async", "bf"),
     System("rrfp_async", "bfw", split=True),
     System("rrfp_async", "zbv", 2, "v", split=True),
-    System("rrfp_async", "bfw-deep", 2, "v", split=True),
+    System("rrfp_async", "auto", 2, "v", split=True),
 )
 
 

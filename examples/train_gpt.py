@@ -224,7 +224,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--microbatches", type=positive, default=8)
     parser.add_argument("--chunks", type=positive, default=1, help="stages per rank (default 1)")
     parser.add_argument("--placement", choices=["loop", "v"], default="loop", help="of the chunks")
-    parser.add_argument("--hint", default="bf", help=f"{', '.join((*HINTS, *FILES))}")
+    parser.add_argument("--hint", default="auto", help=f"{', '.join((*HINTS, *FILES))}")
     parser.add_argument(
         "--binding",
         action=argparse.BooleanOptionalAction,

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from rrfp_async.config import Config
 from rrfp_async.errors import RrfpError
-from rrfp_async.hints import FILES, HINTS
+from rrfp_async.hints import AUTO, FILES, HINTS
 from rrfp_async.sim.costs import JITTERS, PROFILES, Costs, draw_costs, read_costs
 from rrfp_async.sim.paper import count_simulations, paper_grid
 from rrfp_async.sim.simulate import Result, simulate
@@ -89,7 +89,7 @@ def run_simulation(
     seed: Annotated[int | None, typer.Option(help="Of the draws; default 0.")] = None,
     costs: _Tables = None,
     task_time: _TaskTime = None,
-    hint: Annotated[str, typer.Option(help="See `python -m rrfp_async hints`.")] = "bf",
+    hint: Annotated[str, typer.Option(help="See `python -m rrfp_async hints`.")] = AUTO,
     binding: _Binding = None,
     limit: Annotated[str, typer.Option(help="Forwards in flight per rank, or auto.")] = "auto",
     free_order: _FreeOrder = False,

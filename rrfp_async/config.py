@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rrfp_async.hints import Execution, HintOrder, Schedule, resolve_hint
+from rrfp_async.hints import AUTO, Execution, HintOrder, Schedule, resolve_hint
 from rrfp_async.hints.recorded import ReplayedSchedule
 from rrfp_async.limits import FixedLimit
 from rrfp_async.topology import Topology
@@ -22,8 +22,8 @@ class Config:
     Attributes:
         microbatches: Parts that a whole batch is split into. A step given as `Microbatches` has
             as many as are given.
-        hint: A hint's name (`python -m rrfp_async hints` lists them), `"csv:FILE"`,
-            `"replay:DIR"`, a `HintOrder`, a `Schedule`, or a schedule object of
+        hint: `"auto"`, another hint's name (`python -m rrfp_async hints` lists them),
+            `"csv:FILE"`, `"replay:DIR"`, a `HintOrder`, a `Schedule`, or a schedule object of
             torch.distributed.pipelining.
         binding: Whether a listed hint is executed as it stands, ready tasks or not: the fixed-order
             baseline. By default only a replay is.
@@ -48,7 +48,7 @@ class Config:
     """
 
     microbatches: int
-    hint: Any = "bf"
+    hint: Any = AUTO
     binding: bool | None = None
     limit: int | Literal["auto"] = "auto"
     activation_budget_bytes: int | None = None
@@ -115,6 +115,11 @@ class Config:
     def splits(self) -> bool:
         """Whether the hint splits backwards into I and W."""
         return self.order.splits
+
+    @property
+    def insists_on_split(self) -> bool:
+        """Whether to split also where that does not pay, and to warn where it cannot be done."""
+        return self.hint_name != AUTO
 
     def check_order(self, topology: Topology) -> None:
         """Check a listed hint against the pipeline, before anything starts.

@@ -12,6 +12,7 @@ It does not know where arrivals come from, how a step begins or ends, or what a 
 import asyncio
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 
 from rrfp_async.accounts import Accounts
 from rrfp_async.arbiter import Arbiter, Decision
@@ -21,7 +22,7 @@ from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
-from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext
+from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext, TaskCoroutine
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.step import most_kept
 from rrfp_async.trace.journal import Journal
@@ -72,7 +73,7 @@ class Executor:
         self._trace = trace
         self._wake = wake
         self._ahead = ahead and world.device.takes_back
-        self._given: dict[TaskId, asyncio.Task[None]] = {}
+        self._given: dict[TaskId, TaskCoroutine] = {}
         self._next: tuple[Decision, TaskId, float] | None = None  # given, and may be taken back
         self._failure: Exception | None = None
 
@@ -82,9 +83,10 @@ class Executor:
         self._failure = None
 
     def end_step(self) -> None:
-        """Take back from the device what a step that failed has not begun."""
-        for task in self._given:
+        """Of a step that failed, take back what the device has not begun and leave what runs."""
+        for task, coroutine in self._given.items():
             self._world.device.withdraw(task)
+            coroutine.close()
         self._given.clear()
         self._next = None
 
@@ -108,7 +110,7 @@ class Executor:
             if decision.task is None:
                 await self._wait()
             elif self._ahead and training:
-                await self._run_ahead(group, decision, decision.task)
+                await self._run_ahead(decision, decision.task)
             else:
                 await self._run_alone(group, decision, decision.task)
         while self._given:
@@ -139,32 +141,32 @@ class Executor:
                 raise self._task_failed(error, task) from error
             self.accounts.finished()
             self._leave(task, outcome, finished_s)
+            self._wake.set()
 
     # -- the next while one runs ---------------------------------------------------------------
 
-    async def _run_ahead(self, group: asyncio.TaskGroup, decision: Decision, task: TaskId) -> None:
+    async def _run_ahead(self, decision: Decision, task: TaskId) -> None:
         """Give a task to the device, and wait until that is sure to be the next it runs."""
         self._next = decision, task, self.accounts.idle_s()
-        self._give(group, task)
+        self._give(task)
         if len(self._given) == 1:
             self._commit_next()
         while self._next is not None:  # the one before it runs: its place can be had
             await self._wait()
             self._check()
             if self._next is not None:
-                self._choose_again(group, *self._next)
+                self._choose_again(*self._next)
 
-    def _choose_again(
-        self, group: asyncio.TaskGroup, _before: Decision, task: TaskId, idle_s: float
-    ) -> None:
+    def _choose_again(self, _before: Decision, task: TaskId, idle_s: float) -> None:
         """Something has come: maybe another task should be the next."""
         decision = self._arbiter.choose()
         if decision.task is None:
             return
         if decision.task != task:
-            if not self._take_back(task):
+            if not self._world.device.withdraw(task):
                 return  # it runs, and the end of the one before it is about to be told
-            self._give(group, decision.task)
+            self._forget(task)
+            self._give(decision.task)
         self._next = decision, decision.task, idle_s
 
     def _commit_next(self) -> None:
@@ -174,26 +176,35 @@ class Executor:
             self._commit(decision, task, idle_s)
             self._complete(task)
 
-    def _give(self, group: asyncio.TaskGroup, task: TaskId) -> None:
+    def _give(self, task: TaskId) -> None:
         self.accounts.launched()
-        self._given[task] = group.create_task(self._perform(task))
+        self._given[task] = KINDS[task.kind](self._context, task)
+        self._resume(task, self._given[task])
 
-    def _take_back(self, task: TaskId) -> bool:
-        """Take back a task that was given, unless it runs already."""
-        if not self._world.device.withdraw(task):
-            return False
-        self._given.pop(task).cancel()
+    def _forget(self, task: TaskId) -> None:
+        self._given.pop(task).close()
         self.accounts.finished()
-        return True
 
-    async def _perform(self, task: TaskId) -> None:
-        """A task's life on a device that was given it."""
+    def _resume(self, task: TaskId, coroutine: TaskCoroutine, _awaited: object = None) -> None:
+        """Run a given task's coroutine to what it awaits next, or to its end.
+
+        Without a task of the loop around it, it reaches the device at once, not a turn later.
+        """
+        if self._given.get(task) is not coroutine:
+            return  # taken back, or the step has ended
         with self._failing_the_step():
-            outcome = await self._run(task)
-            del self._given[task]
-            self.accounts.finished()
-            self._leave(task, outcome, outcome.computed.finished_s)
-            self._commit_next()
+            try:
+                awaited = coroutine.send(None)
+            except StopIteration as ended:
+                del self._given[task]
+                self.accounts.finished()
+                self._leave(task, ended.value, ended.value.computed.finished_s)
+                self._commit_next()
+                self._wake.set()
+            except Exception as error:
+                raise self._task_failed(error, task) from error
+            else:
+                awaited.add_done_callback(partial(self._resume, task, coroutine))
 
     # -- what both do --------------------------------------------------------------------------
 
@@ -250,7 +261,7 @@ class Executor:
             yield
         except Exception as error:
             self._failure = self._failure or error
-        self._wake.set()
+            self._wake.set()
 
     def _task_failed(self, error: Exception, task: TaskId) -> StepFailed:
         return self._session.failed(error, task, records=self._journal.about(task))

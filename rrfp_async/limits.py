@@ -11,6 +11,7 @@ from typing import Literal
 from rrfp_async.topology import Topology
 
 _SLACK = 8
+_SLACK_RISE = 4.0
 _LEAST_SHARE = 0.5
 _SAMPLES_LEAST = 4
 
@@ -79,23 +80,27 @@ class AutoLimit(Limit):
     """A limit that covers the way to the end of the pipeline and back.
 
     With a stages from here to the end, this one included, and a transfer that takes r times as
-    long as a task, a forward's place is taken for about a(1 + r) microbatches. The limit is that,
+    long as a task, a forward's place is taken for about a(1 + r) microbatches. The bound is that,
     at least half as much again where transfers are quick (tasks vary in length), at most twice a,
-    and eight more. r is what this rank measured in the last step, and may rise within this one.
+    and up to eight more where transfers take a quarter of a task or longer, for they vary too. r is
+    what this rank measured in the last step, and may rise within this one.
 
     Where the backward is split, W waits until a rank has nothing else to do. Later ranks have as
     much of it as early ones, so there a is the whole depth on every rank.
     """
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, *, beyond: int = 0) -> None:
         self._stages = stages
+        self._beyond = beyond
         self._ratio = 0.0
         self._forget()
 
     @property
     def value(self) -> int:
-        """`8 + ceil(a * (1 + min(1, 0.5 + r)))`."""
-        return _SLACK + math.ceil(self._stages * (1.0 + min(1.0, _LEAST_SHARE + self._ratio)))
+        """`ceil(a * (1 + min(1, 0.5 + r)) + 8 * min(1, 4 r))`, less what the bound adds to it."""
+        places = self._stages * (1.0 + min(1.0, _LEAST_SHARE + self._ratio))
+        slack = _SLACK * min(1.0, _SLACK_RISE * self._ratio)
+        return max(1, math.ceil(places + slack) - self._beyond)
 
     def for_peak(self, peak: int) -> int:
         """The peak itself."""
@@ -213,7 +218,12 @@ def make_limit(
         split: Whether backwards are split.
         budget_bytes: What its activations may take, or None.
     """
-    chosen = FixedLimit(limit) if limit != "auto" else AutoLimit(_way(topology, rank, split=split))
+    chosen: Limit
+    if limit == "auto":
+        way = _way(topology, rank, split=split)
+        chosen = AutoLimit(way, beyond=topology.chunks if topology.chunks > 1 else 0)
+    else:
+        chosen = FixedLimit(limit)
     if budget_bytes is None:
         return chosen
     return BudgetLimit(chosen, budget_bytes, chunks=topology.chunks)

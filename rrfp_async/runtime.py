@@ -107,6 +107,7 @@ class Runtime:
             world.rank,
             loss_fn,
             split=config.splits,
+            insist=config.insists_on_split,
             count_bytes=config.activation_budget_bytes is not None,
         )
         config.check_order(world.topology)

@@ -286,19 +286,18 @@ class ZeroMqBus(Bus):
     def _on_readable(self) -> None:
         """Take everything that has come: the socket signals a change of state, not each frame."""
         try:
-            while not self._closed and self._has_come():
+            while not self._closed:
                 frame = self._inlet.recv(zmq.NOBLOCK, copy=False)
                 alone = not frame.more
                 while frame.more:
                     frame = self._inlet.recv(zmq.NOBLOCK, copy=False)
                 self._accept(frame, alone=alone)
-        except zmq.Again:  # it was cut off in between
+                if not int(self._inlet.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    return
+        except zmq.Again:  # it signalled something else, or was cut off
             pass
         except Exception as error:  # whatever it is, the reader would wait for ever
             self._break(error)
-
-    def _has_come(self) -> bool:
-        return bool(int(self._inlet.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _accept(self, frame: zmq.Frame, *, alone: bool) -> None:
         """From a frame to a message for the handler, or in the bounded mailbox."""

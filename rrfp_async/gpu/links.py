@@ -57,6 +57,7 @@ def open_links(
         TransferError: If a link cannot be connected in time, naming it.
     """
     groups = {}
+    gloo_devices: list[Any] = []  # one for all links: each is a thread that polls
     for link in links:
         if rank in (link.source, link.target):
             try:
@@ -65,7 +66,7 @@ def open_links(
                 groups[link] = (
                     _nccl(prefixed, member, device)
                     if device.type == "cuda"
-                    else _gloo(prefixed, member, host, timeout_s)
+                    else _gloo(prefixed, member, host, timeout_s, gloo_devices)
                 )
             except (RuntimeError, ValueError) as error:
                 raise TransferError(
@@ -99,10 +100,12 @@ def _nccl(store: Any, member: int, device: torch.device) -> Communicator:
     return group
 
 
-def _gloo(store: Any, member: int, host: str, timeout_s: float) -> Communicator:
+def _gloo(store: Any, member: int, host: str, timeout_s: float, devices: list[Any]) -> Communicator:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs leave out the options
+    if not devices:
+        devices.append(gloo.create_device(hostname=host))
     options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
+    options._devices = devices
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
     group: Communicator = gloo(store, member, 2, options)

@@ -6,12 +6,13 @@
 """
 
 from rrfp_async.hints.base import Admissible, HintOrder
-from rrfp_async.hints.names import FILES, HINTS, make_order, resolve_hint
+from rrfp_async.hints.names import AUTO, FILES, HINTS, make_order, resolve_hint
 from rrfp_async.hints.ranked import RankedHint, RankedQueue
 from rrfp_async.hints.rounds import DirectionPriority, RoundHint
 from rrfp_async.hints.schedule import Execution, ListedOrder, Schedule
 
 __all__ = [
+    "AUTO",
     "FILES",
     "HINTS",
     "Admissible",

@@ -31,10 +31,17 @@ class NamedHint:
     make: Callable[[], HintOrder | Schedule]
 
 
+AUTO = "auto"
+"""The hint of whoever sets none."""
+
 HINTS: Mapping[str, NamedHint] = MappingProxyType(
     {
+        AUTO: NamedHint(
+            "the default: bfw-deep, but a stage whose backward does not gain by it is not split",
+            lambda: RoundHint(forward_first=False, splits=True, deep=True),
+        ),
         "bf": NamedHint(
-            "rounds of one backward, then one forward: the default",
+            "rounds of one backward, then one forward",
             lambda: RoundHint(forward_first=False),
         ),
         "bfw": NamedHint(

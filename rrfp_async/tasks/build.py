@@ -22,11 +22,13 @@ def build_stages(
     loss_fn: LossFn | None,
     *,
     split: bool = False,
+    insist: bool = True,
     count_bytes: bool = False,
 ) -> dict[int, Stage]:
     """The stages of `rank`, by index; with `split`, their backwards in two where that is possible.
 
-    One that cannot be split is warned of. With `count_bytes` they count what their forwards keep.
+    One that cannot be split is warned of, if one must `insist` on it; else those are not split
+    either that would not gain by it. With `count_bytes` they count what their forwards keep.
 
     Raises:
         ValueError: If `stages` is not one module for each stage that the rank owns, or a first
@@ -48,7 +50,15 @@ def build_stages(
                 f"a stage of rank {rank} is a {type(module).__name__}: give an nn.Module"
             )
     built = {
-        index: Stage(index, module, topology, loss_fn, split=split, count_bytes=count_bytes)
+        index: Stage(
+            index,
+            module,
+            topology,
+            loss_fn,
+            split=split,
+            insist=insist,
+            count_bytes=count_bytes,
+        )
         for index, module in zip(owned, modules, strict=True)
     }
     _check_shared(built, rank)

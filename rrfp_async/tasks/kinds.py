@@ -6,10 +6,11 @@ are rendezvous, and waiting for one while holding the device would deadlock. To 
 its function and enter it in `KINDS`.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -50,7 +51,8 @@ class Outcome:
     computed: Computed[tuple[Outgoing, ...]]
 
 
-TaskFunction = Callable[[TaskContext, TaskId], Awaitable[Outcome]]
+TaskCoroutine = Coroutine[Any, None, Outcome]
+TaskFunction = Callable[[TaskContext, TaskId], TaskCoroutine]
 Compute = Callable[[], tuple[Outgoing, ...]]
 
 

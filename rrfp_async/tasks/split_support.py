@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+_KEPT_SHARE_MOST = 0.25
 _WRAPPERS = ("FullyShardedDataParallel", "DistributedDataParallel", "FSDPModule")
 
 
@@ -29,10 +30,33 @@ class SplitSupport:
     reason: str = ""
 
 
-def split_support(module: torch.nn.Module) -> SplitSupport:
-    """What can be told of `module` without running it."""
+def split_support(module: torch.nn.Module, *, insist: bool = True) -> SplitSupport:
+    """What can be told of `module` without running it.
+
+    Args:
+        module: The stage's.
+        insist: Whether it is to be split also where that does not pay: gradients of parameters
+            outside `nn.Linear` are computed by I and kept, in full, until W. An embedding of many
+            words would be kept for every microbatch in flight.
+    """
     reason = next(_obstacles(module), None)
+    if reason is None and not insist and _kept_share(module) > _KEPT_SHARE_MOST:
+        reason = "too many of its parameters are outside nn.Linear"
     return SplitSupport("deferral") if reason is None else SplitSupport("full", reason)
+
+
+def _kept_share(module: torch.nn.Module) -> float:
+    """The part of the parameters' elements whose gradients I is sure to compute.
+
+    Those of torch's own modules, Linear apart. What others do with theirs, only a run tells.
+    """
+    kept = total = 0
+    for part in module.modules():
+        own = sum(p.numel() for p in part.parameters(recurse=False) if p.requires_grad)
+        total += own
+        if type(part).__module__.startswith("torch.nn.") and type(part) is not torch.nn.Linear:
+            kept += own
+    return kept / total if total else 0.0
 
 
 def _obstacles(module: torch.nn.Module) -> Iterator[str]:

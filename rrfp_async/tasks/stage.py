@@ -96,14 +96,16 @@ class Stage:
         loss_fn: LossFn | None,
         *,
         split: bool = False,
+        insist: bool = True,
         count_bytes: bool = False,
     ) -> None:
         self.index = index
         self.module = module
-        self.split_support = split_support(module)
+        self.split_support = split_support(module, insist=insist)
         self.kept_bytes: int | None = None
         self._counts_bytes = count_bytes
         self._wants_split = split
+        self._insists = insist
         self._deferral: Deferral | None = None
         self._found: SplitSupport | None = None
         self._told: SplitSupport | None = None
@@ -280,13 +282,14 @@ class Stage:
 
     def _look_again(self) -> None:
         """Before a step: a hook, a wrapper or a compilation may have come since."""
-        self.split_support = self._found or split_support(self.module)
+        self.split_support = self._found or split_support(self.module, insist=self._insists)
         self.warn_if_whole()
 
     def warn_if_whole(self) -> None:
-        """Warn once, naming the stage, if its backward is to be split and cannot be."""
+        """Warn once, naming the stage, if its backward must be split and cannot be."""
         told, self._told = self._told, self.split_support
-        if self._wants_split and self.split_support.mode == "full" and told != self._told:
+        wanted = self._wants_split and self._insists
+        if wanted and self.split_support.mode == "full" and told != self._told:
             warnings.warn(
                 f"the backward of stage {self.index} is not split, {self.split_support.reason}: "
                 f"it runs as a whole (B)",
