@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --steps 30     # a process per rank
     python examples/train_gpt.py --ranks 4 --steps 30                # all ranks in one process
     python examples/train_gpt.py --reference --steps 30
+    torchrun --nproc-per-node 2 examples/train_gpt.py --engine torch # torch's 1F1B, to compare
 
 With --json all print the same losses and the same hash over all gradients, whatever the dispatch
 order was: try another --hint, and --delay-seed to shake the order up.
@@ -23,6 +24,7 @@ from gpt import GPTConfig, build_layers, loss_fn, stage_of
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text import load_text, sample
+from torch_engine import TorchEngine
 
 import rrfp_async
 from rrfp_async.hints import FILES, HINTS
@@ -124,6 +126,31 @@ def train_process(options: argparse.Namespace, text: torch.Tensor, on_step: OnSt
     return history
 
 
+def train_torch(options: argparse.Namespace, text: torch.Tensor, on_step: OnStep) -> History:
+    """Train as the one rank that torchrun started here, with torch's own 1F1B."""
+    rank = int(os.environ.get("RANK", "0"))
+    layers = build_layers(MODEL, options.seed)
+    engine = TorchEngine(
+        stage_of(layers, rank, options.ranks),
+        microbatches=options.microbatches,
+        loss_fn=loss_fn,
+        make_optimizer=make_optimizer,
+    )
+    history = History()
+    for step in range(options.steps):
+        inputs, targets = sample(
+            text, seed=options.seed, step=step, batch=options.batch, context=MODEL.context
+        )
+        begun = time.perf_counter()
+        loss = engine.loss_for_all(engine.step(inputs, targets))
+        history.step_s.append(time.perf_counter() - begun)
+        history.losses.append(loss)
+        if rank == 0:
+            on_step(step, loss)
+    engine.close()
+    return history
+
+
 def train_reference(options: argparse.Namespace, text: torch.Tensor, on_step: OnStep) -> History:
     """Train the unpartitioned model: same seed, batches and microbatches, plain torch."""
     model = stage_of(build_layers(MODEL, options.seed), 0, 1).to(options.device)
@@ -162,8 +189,9 @@ def report(options: argparse.Namespace, history: History) -> str:
             "losses": history.losses,
             "step_s": history.step_s,
             "ranks": options.ranks,
-            "hint": None if options.reference else options.hint,
-            "grad_sha256": combined_digest(names, history.digests),
+            "engine": options.engine,
+            "hint": None if options.reference or options.engine == "torch" else options.hint,
+            "grad_sha256": combined_digest(names, history.digests) if history.digests else None,
         }
     )
 
@@ -172,7 +200,9 @@ def train(options: argparse.Namespace) -> History:
     """Train with a progress bar on a terminal, and with lines elsewhere."""
     text = load_text(options.data)
     run = train_reference if options.reference else train_pipeline
-    if under_torchrun() and not options.reference:
+    if options.engine == "torch":
+        run = train_torch
+    elif under_torchrun() and not options.reference:
         run = train_process
     console = Console(stderr=True)
     if not console.is_terminal or not is_first():
@@ -219,6 +249,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=positive, help="pipeline ranks (default 4, or torchrun's)")
     parser.add_argument("--reference", action="store_true", help="train unpartitioned")
+    parser.add_argument(
+        "--engine",
+        choices=["rrfp_async", "torch"],
+        default="rrfp_async",
+        help="torch: torch.distributed.pipelining's 1F1B, under torchrun, for comparison",
+    )
     parser.add_argument("--steps", type=positive, default=30)
     parser.add_argument("--batch", type=positive, default=16, help="samples a step (default 16)")
     parser.add_argument("--microbatches", type=positive, default=8)
@@ -242,7 +278,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if started is not None and options.ranks not in (None, started):
         parser.error(f"--ranks {options.ranks}, but torchrun started {started}: leave it out")
     options.ranks = 1 if options.reference else options.ranks or started or 4
+    if options.engine == "torch":
+        _check_torch(parser, options)
     return options
+
+
+def _check_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse what torch's 1F1B does not do here."""
+    if not under_torchrun():
+        parser.error("--engine torch needs a process for every rank: start with torchrun")
+    if options.reference or options.chunks > 1 or options.device != "cpu":
+        parser.error("--engine torch runs one stage a rank on CPUs: leave the other options out")
+    if options.batch % options.microbatches:
+        parser.error(f"--batch {options.batch} must be a multiple of {options.microbatches}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
