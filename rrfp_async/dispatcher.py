@@ -295,16 +295,17 @@ class Dispatcher:
             self._on_header(source, message)
 
     def _on_header(self, source: int, header: Header) -> None:
-        edge, microbatch = header.edge, header.task.microbatch
-        if header.task.kind is TaskKind.F:
-            expected = self._ready_set.expects_activation(edge, microbatch)
-        else:
-            expected = self._ready_set.expects_gradient(edge, microbatch)
-        if not expected or header.link != Link(source, self._world.rank):
+        edge, task = header.edge, header.task
+        expects = (
+            self._ready_set.expects_activation
+            if task.kind is TaskKind.F
+            else self._ready_set.expects_gradient
+        )
+        if header.link != Link(source, self._world.rank) or not expects(edge, task.microbatch):
             raise ProtocolError(f"{header} from rank {source} has no place here")
         specs = [spec for spec in header.specs if spec is not None]
         if specs and header.payload is None:
             self._transfer_group().create_task(self._receive(header, specs))
         else:
             tensors = unpacked(header.payload or b"", specs)
-            self._deliver(edge, header.task, header.specs, tensors)
+            self._deliver(edge, task, header.specs, tensors)

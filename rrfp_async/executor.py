@@ -61,8 +61,9 @@ class Executor:
         self._world = world
         self._topology = world.topology
         self._stages = stages
+        self._device = world.device.lane()
         self._context = TaskContext(
-            stages, world.topology.is_local, world.device, wires.transfer.export
+            stages, world.topology.is_local, self._device, wires.transfer.export
         )
         self._arbiter = arbiter
         self._ready_set = ready_set
@@ -72,7 +73,7 @@ class Executor:
         self._journal = journal
         self._trace = trace
         self._wake = wake
-        self._ahead = ahead and world.device.takes_back
+        self._ahead = ahead and self._device.takes_back
         self._given: dict[TaskId, TaskCoroutine] = {}
         self._next: tuple[Decision, TaskId, float] | None = None  # given, and may be taken back
         self._failure: Exception | None = None
@@ -85,7 +86,7 @@ class Executor:
     def end_step(self) -> None:
         """Of a step that failed, take back what the device has not begun and leave what runs."""
         for task, coroutine in self._given.items():
-            self._world.device.withdraw(task)
+            self._device.withdraw(task)
             coroutine.close()
         self._given.clear()
         self._next = None
@@ -163,7 +164,7 @@ class Executor:
         if decision.task is None:
             return
         if decision.task != task:
-            if not self._world.device.withdraw(task):
+            if not self._device.withdraw(task):
                 return  # it runs, and the end of the one before it is about to be told
             self._forget(task)
             self._give(decision.task)

@@ -91,6 +91,12 @@ class DelayedDevice(Device):
 
         return await self._inner.run(delayed, task=task)
 
+    def lane(self) -> Device:
+        """The inner device's, with the same delays and counts."""
+        lane = DelayedDevice(self._inner.lane(), self._delays)
+        lane._times = self._times
+        return lane
+
     @property
     def takes_back(self) -> bool:
         """As the inner device does."""

@@ -17,6 +17,7 @@ from rrfp_async.errors import StateError
 from rrfp_async.gpu.completion import Clock, Computed, T, WaitingThread, Work
 from rrfp_async.ids import TaskId
 
+_CPU = torch.device("cpu")
 _LAUNCHED_MOST = 2  # the one that runs and one behind it
 
 
@@ -41,6 +42,10 @@ class Device(ABC):
 
         Cancelling stops the waiting, not the function: it runs to its end, its result is dropped.
         """
+
+    def lane(self) -> "Device":
+        """This device as one Runtime uses it: what that gives and takes back is its own."""
+        return self
 
     @property
     def takes_back(self) -> bool:
@@ -73,12 +78,46 @@ class CpuDevice(Device):
 
     def __init__(self, clock: Clock, *, name: str = "rrfp-compute") -> None:
         self._thread = WaitingThread(clock, name=name)
+
+    @property
+    def torch_device(self) -> torch.device:
+        """`cpu`."""
+        return _CPU
+
+    async def run(self, function: Callable[[], T], *, task: TaskId | None = None) -> Computed[T]:  # noqa: ARG002
+        """Run `function` on the compute thread; see `Device.run`.
+
+        Raises:
+            StateError: If the device is closed.
+        """
+        _refuse_closed(self._thread)
+        return await self._thread.submit(function)
+
+    def lane(self) -> "Device":
+        """The same thread, on which one Runtime's tasks follow one another without the loop."""
+        return _CpuLane(self._thread)
+
+    def close(self) -> None:
+        """Let the thread end once its current function has."""
+        self._thread.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread") and not self._thread.closed:
+            warnings.warn("a CpuDevice was never closed", ResourceWarning, stacklevel=2)
+            self.close()
+
+
+class _CpuLane(Device):
+    """A CPU device's thread, and which of one Runtime's tasks wait or run there."""
+
+    def __init__(self, thread: WaitingThread) -> None:
+        self._thread = thread
         self._given: dict[TaskId, Work[Any]] = {}
 
     @property
     def torch_device(self) -> torch.device:
         """`cpu`."""
-        return torch.device("cpu")
+        return _CPU
 
     async def run(self, function: Callable[[], T], *, task: TaskId | None = None) -> Computed[T]:
         """Run `function` on the compute thread; see `Device.run`.
@@ -88,8 +127,7 @@ class CpuDevice(Device):
         Raises:
             StateError: If the device is closed.
         """
-        if self._thread.closed:
-            raise StateError("the device is closed: open a new world")
+        _refuse_closed(self._thread)
         if task is None:
             return await self._thread.submit(function)
         before = next(reversed(self._given.values()), None)
@@ -103,7 +141,7 @@ class CpuDevice(Device):
 
     @property
     def takes_back(self) -> bool:
-        """Its thread goes from one task to the next by itself."""
+        """The thread goes from one task to the next by itself."""
         return True
 
     def withdraw(self, task: TaskId) -> bool:
@@ -112,13 +150,12 @@ class CpuDevice(Device):
         return work is None or work.withdraw()
 
     def close(self) -> None:
-        """Let the thread end once its current function has."""
-        self._thread.close()
+        """The thread is the device's."""
 
-    def __del__(self) -> None:
-        if hasattr(self, "_thread") and not self._thread.closed:
-            warnings.warn("a CpuDevice was never closed", ResourceWarning, stacklevel=2)
-            self.close()
+
+def _refuse_closed(thread: WaitingThread) -> None:
+    if thread.closed:
+        raise StateError("the device is closed: open a new world")
 
 
 class CudaDevice(Device):

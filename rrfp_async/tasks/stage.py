@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # or the first backward imports it, in a step
 from torch.utils import _pytree as pytree
 
 from rrfp_async.errors import ProtocolError

@@ -39,10 +39,38 @@ def refusal(**settings: Any) -> str:
 
 
 def test_only_the_microbatches_must_be_given() -> None:
-    """The defaults are those of DESIGN and PAPER: BF, an automatic limit, ordered accumulation."""
+    """The defaults: hint and limit are automatic, accumulation is ordered."""
     config = Config(microbatches=8)
-    assert (config.hint, config.limit, config.deterministic) == ("bf", "auto", True)
+    assert (config.hint, config.limit, config.deterministic) == ("auto", "auto", True)
     assert (config.return_outputs, config.trace_dir) == (True, None)
+
+
+def test_the_automatic_hint_splits_and_insists_on_nothing() -> None:
+    """Given or left out: it goes by its name, and ranks only."""
+    for config in (Config(microbatches=8), Config(microbatches=8, hint="auto")):
+        assert (config.hint_name, dict(config.agreed())["hint"]) == ("auto", "auto")
+        assert (config.splits, config.insists_on_split) == (True, False)
+        assert not config.execution.binding
+    assert refusal(binding=True).startswith("binding=True executes a list as it stands, but hint ")
+
+
+@pytest.mark.parametrize("hint", [*sorted(set(HINTS) - {"auto"}), ByMicrobatch()])
+def test_whoever_names_a_hint_insists_on_its_split(hint: str | HintOrder) -> None:
+    """Splitting or not: only the automatic hint leaves it to the stages."""
+    assert Config(microbatches=1, hint=hint).insists_on_split
+
+
+@pytest.mark.parametrize(
+    ("hint", "splits"),
+    [
+        *(("auto", True), ("bfw", True), ("bfw-deep", True), ("zb-h1", True), ("zbv", True)),
+        *(("bf", False), ("bf-deep", False), ("fb", False), ("1f1b", False)),
+        (ByMicrobatch(), False),
+    ],
+)
+def test_a_hint_says_whether_it_splits(hint: str | HintOrder, splits: bool) -> None:
+    """Those that rank I and W do."""
+    assert Config(microbatches=1, hint=hint).splits is splits
 
 
 @pytest.mark.parametrize("name", ["microbatches", "limit"])

@@ -6,6 +6,7 @@ import pytest
 
 from rrfp_async.config import Config
 from rrfp_async.hints import (
+    AUTO,
     HINTS,
     Admissible,
     DirectionPriority,
@@ -71,11 +72,33 @@ def test_with_everything_ready_a_named_order_shows_its_character(hint: str, orde
 def test_the_known_names_are_the_papers_and_the_fields() -> None:
     """Exactly these; each call makes a new object."""
     assert set(HINTS) == {
-        *("bf", "bfw", "bf-deep", "bfw-deep", "fb", "b-priority", "f-priority"),
+        *("auto", "bf", "bfw", "bf-deep", "bfw-deep", "fb", "b-priority", "f-priority"),
         *("gpipe", "1f1b", "zb-h1"),
         *("looped-bfs", "interleaved", "interleaved-zb", "zbv", "dualpipev"),
     }
     assert resolve_hint("bf") is not resolve_hint("bf")
+
+
+def test_the_automatic_hint_is_named_first_and_summed_up_as_the_default() -> None:
+    """As `python -m rrfp_async hints` shows it."""
+    assert next(iter(HINTS)) == AUTO == "auto"
+    assert [name for name, hint in HINTS.items() if "the default" in hint.summary] == [AUTO]
+    for explicit in set(HINTS) - {AUTO}:
+        assert resolve_hint(explicit) is not resolve_hint(AUTO)
+
+
+def test_the_automatic_hint_ranks_as_bfw_deep() -> None:
+    """Rounds, the deeper chunk first, W last; some stages split, some whole; any limit."""
+    split, mixed = (" ".join(f"{stage}{kind}{j}" for stage, kinds in stages for kind in kinds
+        for j in range(3)) for stages in ([(0, "FIW"), (4, "FIW")], [(0, "FB"), (4, "FIW")]))
+    for step in (split, mixed):
+        for admissible in (ANY, NONE, Admissible(any_forward=False, forward_microbatch=1)):
+            auto, explicit = (begun(hint, step, step) for hint in ("auto", "bfw-deep"))
+            assert auto.ahead_of(None, 99) == explicit.ahead_of(None, 99)
+            assert dispatched(auto, admissible) == dispatched(explicit, admissible) != ""
+    assert dispatched(begun("auto", mixed, mixed)) == (
+        "4I0 4F0 4I1 4F1 4I2 4F2 0B0 0F0 0B1 0F1 0B2 0F2 4W0 4W1 4W2"
+    )
 
 
 @pytest.mark.parametrize("first", ["0F0", "0B0"])

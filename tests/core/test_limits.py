@@ -21,8 +21,8 @@ TIMES = st.floats(1e-9, 1e3)
 
 
 def formula(stages: int, ratio: float) -> int:
-    """`8 + ceil(a * (1 + min(1, 0.5 + r)))`, as DESIGN and docs/backpressure.md have it."""
-    return 8 + math.ceil(stages * (1.0 + min(1.0, 0.5 + ratio)))
+    """`ceil(a * (1 + min(1, 0.5 + r)) + 8 * min(1, 4 r))`, as docs/backpressure.md has the bound."""
+    return math.ceil(stages * (1.0 + min(1.0, 0.5 + ratio)) + 8.0 * min(1.0, 4.0 * ratio))
 
 
 def measure(limit: Limit, ratio: float, *, samples: int = SAMPLES, task_s: float = 1.0) -> None:
@@ -60,9 +60,9 @@ def test_a_number_below_the_peak_of_a_binding_order_is_refused(number: int, peak
 
 
 @pytest.mark.parametrize(
-    ("stages", "value"), [(1, 10), (2, 11), (3, 13), (4, 14), (16, 32), (33, 58), (1024, 1544)]
+    ("stages", "value"), [(1, 2), (2, 3), (3, 5), (4, 6), (16, 24), (33, 50), (1024, 1536)]
 )
-def test_before_anything_is_measured_it_covers_the_way_half_as_much_again_and_eight(
+def test_before_anything_is_measured_it_covers_the_way_and_half_as_much_again(
     stages: int, value: int
 ) -> None:
     """Stages from here to the end, this one included; never below them."""
@@ -70,17 +70,21 @@ def test_before_anything_is_measured_it_covers_the_way_half_as_much_again_and_ei
 
 
 @pytest.mark.parametrize(
-    ("ratio", "value"), [(0.0, 14), (0.01, 15), (0.25, 15), (0.26, 16), (0.5, 16), (1e9, 16)]
+    ("ratio", "value"),
+    [
+        *((0.0, 6), (0.01, 7), (0.125, 11), (0.24, 15), (0.25, 15)),
+        *((0.26, 16), (0.5, 16), (0.75, 16), (1e9, 16)),
+    ],
 )
-def test_slow_transfers_raise_it_to_twice_the_way(ratio: float, value: int) -> None:
-    """Four stages to the end: a transfer of half a task's time and more counts as that."""
+def test_slow_transfers_raise_it_to_twice_the_way_and_eight(ratio: float, value: int) -> None:
+    """Four stages to the end: the eight are full at a quarter of a task's time, the way at half."""
     limit = AutoLimit(4)
     measure(limit, ratio)
     assert limit.value == value == formula(4, ratio)
 
 
 @given(st.integers(1, 2000), st.lists(RATIOS, max_size=8))
-def test_it_lies_between_one_and_a_half_and_two_ways_and_eight_more(
+def test_it_lies_between_one_and_a_half_ways_and_two_and_eight_more(
     stages: int, ratios: list[float]
 ) -> None:
     """Whatever is measured, step after step; so the peak is at most 2 * stages + 8."""
@@ -88,7 +92,20 @@ def test_it_lies_between_one_and_a_half_and_two_ways_and_eight_more(
     for ratio in ratios:
         limit.begin_step()
         measure(limit, ratio)
-        assert 8 + 1.5 * stages <= limit.value <= 8 + 2 * stages
+        assert 1.5 * stages <= limit.value <= 8 + 2 * stages
+
+
+@given(st.integers(1, 200), st.lists(RATIOS, max_size=4), st.integers(0, 300))
+def test_what_the_bound_adds_is_taken_off_but_one_place_stays(
+    stages: int, ratios: list[float], beyond: int
+) -> None:
+    """So with chunks the bound is the formula's, as without, or one more than there are chunks."""
+    plain, less = AutoLimit(stages), AutoLimit(stages, beyond=beyond)
+    for ratio in ratios:
+        for limit in (plain, less):
+            limit.begin_step()
+            measure(limit, ratio)
+        assert less.value == max(1, plain.value - beyond)
 
 
 def test_a_binding_order_is_given_its_own_peak() -> None:
@@ -101,10 +118,10 @@ def test_a_few_samples_do_not_count() -> None:
     """Of tasks and of transfers, as many as of the other: the first ones are no measure."""
     limit = AutoLimit(4)
     measure(limit, 10.0, samples=SAMPLES - 1)
-    assert limit.value == 14
+    assert limit.value == 6
     for _ in range(100):
         assert not limit.measured(task_s=1.0)
-    assert limit.value == 14
+    assert limit.value == 6
     assert limit.measured(transfer_s=10.0)
     assert limit.value == 16
 
@@ -116,7 +133,7 @@ def test_what_took_no_time_is_no_sample() -> None:
         assert not limit.measured()
         assert not limit.measured(task_s=0.0, transfer_s=0.0)
         assert not limit.measured(transfer_s=5.0)
-    assert limit.value == 14
+    assert limit.value == 6
     measure(limit, 0.2)
     assert limit.value == 16
 
@@ -125,13 +142,13 @@ def test_within_a_step_it_rises_and_never_falls() -> None:
     """A slow transfer counts at once; quick ones that follow count from the next step on."""
     limit = AutoLimit(4)
     measure(limit, 0.1)
-    assert limit.value == formula(4, 0.1) == 15
+    assert limit.value == formula(4, 0.1) == 10
     measure(limit, 1.1)
     assert limit.value == 16
     measure(limit, 0.0001, samples=1000)
     assert limit.value == 16
     limit.begin_step()
-    assert limit.value == formula(4, 0.01) == 15
+    assert limit.value == formula(4, 0.01) == 7
 
 
 def test_a_step_starts_from_the_average_of_the_last() -> None:
@@ -200,6 +217,41 @@ def test_a_number_is_the_limit_of_every_rank(limit: int | Literal["auto"]) -> No
     assert [make_limit(limit, Topology(4), rank).value for rank in range(4)] == [limit] * 4
 
 
+@pytest.mark.parametrize(("ranks", "chunks"), [(1, 1), (4, 1), (1, 2), (4, 2), (4, 3), (2, 8)])
+def test_where_backwards_are_split_the_way_is_the_depth_on_every_rank(
+    ranks: int, chunks: int
+) -> None:
+    """Later ranks put off as much W as early ones; the bound is the formula's for any chunks."""
+    topology = Topology(ranks, chunks=chunks)
+    for rank in range(ranks):
+        limit = make_limit("auto", topology, rank, split=True)
+        assert bound_of(limit, chunks) == max(formula(ranks * chunks, 0.0), least_bound(chunks))
+
+
+@pytest.mark.parametrize(("placement", "ways"), [("loop", (5, 4, 3)), ("v", (4, 4, 4))])
+def test_the_ways_of_a_ranks_chunks_are_averaged(placement: str, ways: tuple[int, ...]) -> None:
+    """Two chunks on each of three ranks: in a V every rank is as far from the end as the others."""
+    topology = Topology(3, chunks=2, placement=placement)
+    for rank, way in enumerate(ways):
+        limit = make_limit("auto", topology, rank)
+        for ratio in (0.0, 0.1, 9.0):
+            measure(limit, ratio)
+            limit.begin_step()
+            assert bound_of(limit, 2) == formula(way, ratio)
+
+
+def bound_of(limit: Limit, chunks: int) -> int:
+    """The bound that backpressure makes of the limit."""
+    backpressure = Backpressure(limit, chunks=chunks)
+    backpressure.begin_step(64, backward=True)
+    return backpressure.bound
+
+
+def least_bound(chunks: int) -> int:
+    """A limit of 1 with as many places as are kept."""
+    return 1 if chunks == 1 else 1 + chunks
+
+
 # -- in use ----------------------------------------------------------------------------------------
 
 
@@ -224,13 +276,13 @@ def test_the_bound_rises_with_the_limit_within_a_step_and_falls_only_between_ste
     for ratio in (0.0, 0.2, 2.0, 0.0, 0.0):
         report(backpressure, ratio, samples=20)
         bounds.append(backpressure.bound)
-    assert bounds == [14, 14, 15, 16, 16, 16]
+    assert bounds == [6, 6, 14, 16, 16, 16]
     backpressure.begin_step(64, backward=True)
     assert backpressure.bound == 16
     report(backpressure, 0.01, samples=20)
     assert backpressure.bound == 16
     backpressure.begin_step(64, backward=True)
-    assert backpressure.bound == 15
+    assert backpressure.bound == formula(4, 0.01) == 7
 
 
 @given(st.lists(st.tuples(TIMES, TIMES), max_size=40), st.integers(1, 16), st.integers(1, 3))
@@ -246,23 +298,17 @@ def test_the_bound_only_rises(times: list[tuple[float, float]], stages: int, chu
 
 
 def test_places_that_were_added_are_given_out_at_once() -> None:
-    """A rank at its bound goes on as soon as transfers turn out slow."""
-    backpressure = begun(1)
-    for each in tasks(" ".join(f"0F{index}" for index in range(10))):
-        assert backpressure.admissible()(each)
-        backpressure.decided(each)
-    [last] = tasks("0F10")
-    assert backpressure.in_flight == backpressure.bound == 10
-    assert not backpressure.admissible()(last)
-    report(backpressure, 5.0)
-    assert backpressure.bound == 10
-    wide = begun(4)
-    for each in tasks(" ".join(f"0F{index}" for index in range(14))):
-        wide.decided(each)
-    assert not wide.admissible()(tasks("0F14")[0])
-    report(wide, 5.0)
-    assert wide.bound == 16
-    assert wide.admissible()(tasks("0F40")[0])
+    """A rank at its bound goes on as soon as transfers turn out slow: also the last rank."""
+    for stages, before, after in ((1, 2, 10), (4, 6, 16)):
+        backpressure = begun(stages)
+        for each in tasks(" ".join(f"0F{index}" for index in range(before))):
+            assert backpressure.admissible()(each)
+            backpressure.decided(each)
+        assert backpressure.in_flight == backpressure.bound == before
+        assert not backpressure.admissible()(tasks(f"0F{before}")[0])
+        report(backpressure, 5.0)
+        assert backpressure.bound == after
+        assert backpressure.admissible()(tasks("0F40")[0])
 
 
 def test_a_binding_order_keeps_its_peak_whatever_is_measured() -> None:

@@ -84,14 +84,6 @@ class Timed(nn.Module):
         return hidden * self.scale
 
 
-def _warm_up() -> None:
-    """A first backward from a gradient: torch imports a thousand modules for it.
-
-    In the step, that ends in a full garbage collection, 0.1 s with the interpreter's lock held.
-    """
-    torch.ones(1, requires_grad=True).mul(2).backward(torch.ones(1))
-
-
 async def _main(world: r.World, folder: Path) -> None:
     config = r.Config(microbatches=MICROBATCHES, trace_dir=folder, return_outputs=False)
     inputs = torch.zeros(MICROBATCHES * ROWS, WIDTH)
@@ -108,7 +100,6 @@ async def _main(world: r.World, folder: Path) -> None:
 def main() -> int:
     """Run the command line."""
     torch.set_num_threads(1)
-    _warm_up()
     source, numbers, folder = sys.argv[1:]
     link = Link(int(source), int(source) + 1)
     pairs = [pair.split(":") for pair in numbers.split(",")]

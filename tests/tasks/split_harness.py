@@ -198,10 +198,12 @@ def _note_state(found: Found, module: nn.Module) -> None:
 # -- a stage -----------------------------------------------------------------------------------
 
 
-def make_stage(case: Case, module: nn.Module, place: str, *, split: bool = True) -> Stage:
-    """`module` as stage 1, the last or between others; warns if it cannot be split."""
+def make_stage(
+    case: Case, module: nn.Module, place: str, *, split: bool = True, insist: bool = True
+) -> Stage:
+    """`module` as stage 1, the last or between others; warns if it must and cannot be split."""
     topology = Topology(2 if place == LAST else 3)
-    return build_stages(module, topology, 1, case.loss_fn, split=split)[1]
+    return build_stages(module, topology, 1, case.loss_fn, split=split, insist=insist)[1]
 
 
 def run_split(case: Case, stage: Stage, order: Order, place: str, *, zero: bool = True) -> Found:
