@@ -86,7 +86,8 @@ class AutoLimit(Limit):
     what this rank measured in the last step, and may rise within this one.
 
     Where the backward is split, W waits until a rank has nothing else to do. Later ranks have as
-    much of it as early ones, so there a is the whole depth on every rank.
+    much of it as early ones, so there a is the whole depth on every rank; likewise with several
+    chunks, whose last ones are on early ranks too.
     """
 
     def __init__(self, stages: int, *, beyond: int = 0) -> None:
@@ -231,7 +232,7 @@ def make_limit(
 
 def _way(topology: Topology, rank: int, *, split: bool) -> int:
     """The stages that a forward's place is taken for, as `AutoLimit` wants them."""
-    if split:
+    if split or topology.chunks > 1:
         return topology.depth
-    to_end = sum(topology.depth_after(stage) + 1 for stage in topology.stages_of(rank))
-    return math.ceil(to_end / topology.chunks)
+    [stage] = topology.stages_of(rank)
+    return topology.depth_after(stage) + 1

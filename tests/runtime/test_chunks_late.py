@@ -49,7 +49,7 @@ def case_of(placement: Any, **options: Any) -> Case:
     torch.manual_seed(1)
     shape = (MICROBATCHES * ROWS, WIDTH)
     steps = [Step({0: (torch.randn(shape),)}, torch.randn(shape))]
-    options = {"return_outputs": False, "limit": 64, **options}
+    options = {"return_outputs": False, "limit": 64, "hint": "bf", **options}
     stages = [Scaled() for _ in range(4)]
     return Case(stages, steps, MICROBATCHES, chunks=2, placement=placement, options=options)
 

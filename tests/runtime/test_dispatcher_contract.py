@@ -73,7 +73,7 @@ async def test_what_the_arbiter_chooses_is_what_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Patching Arbiter.choose changes the dispatch order of a Runtime, and only that: parity."""
-    case = chain_case(2, microbatches=4)
+    case = chain_case(2, microbatches=4, options={"limit": 4})
     choose = Arbiter.choose
     plain = await pipelined(case, tmp_path / "plain")
     assert _forwards(plain.orders[0]) == ["0F0", "0F1", "0F2", "0F3"]
@@ -94,19 +94,23 @@ async def test_what_the_arbiter_chooses_is_what_runs(
 
 async def _until_stuck(monkeypatch: pytest.MonkeyPatch, *, limit: int, training: bool) -> list[str]:
     """Rank 0's dispatches when no transfer ever completes."""
-    chosen: list[str] = []
+    dispatched: list[str] = []
     stuck = asyncio.Event()
-    choose = Arbiter.choose
+    choose, commit = Arbiter.choose, Arbiter.commit
 
-    def noting(self: Arbiter) -> Decision:
+    def watching(self: Arbiter) -> Decision:
         decision = choose(self)
-        if decision.task is not None and decision.task.stage == 0:
-            chosen.append(str(decision.task))
-        elif decision.reason is Reason.BACKPRESSURE:
+        if decision.reason is Reason.BACKPRESSURE:
             stuck.set()
         return decision
 
-    monkeypatch.setattr(Arbiter, "choose", noting)
+    def noting(self: Arbiter, decision: Decision) -> None:
+        commit(self, decision)
+        if decision.task is not None and decision.task.stage == 0:
+            dispatched.append(str(decision.task))
+
+    monkeypatch.setattr(Arbiter, "choose", watching)
+    monkeypatch.setattr(Arbiter, "commit", noting)
     never = asyncio.Event()
     case = chain_case(2, microbatches=8, options={"limit": limit})
 
@@ -123,7 +127,7 @@ async def _until_stuck(monkeypatch: pytest.MonkeyPatch, *, limit: int, training:
         await asyncio.sleep(0)
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
-    return chosen
+    return dispatched
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -132,8 +136,8 @@ async def test_computation_goes_on_to_its_bound_while_no_transfer_completes(
     monkeypatch: pytest.MonkeyPatch, limit: int, training: bool
 ) -> None:
     """No task waits for its send: rank 0 runs as many forwards as the limit lets it, then stops."""
-    chosen = await _until_stuck(monkeypatch, limit=limit, training=training)
-    assert chosen == [f"0F{j}" for j in range(limit)]
+    dispatched = await _until_stuck(monkeypatch, limit=limit, training=training)
+    assert dispatched == [f"0F{j}" for j in range(limit)]
 
 
 def test_kinds_know_no_transfer() -> None:

@@ -99,12 +99,16 @@ async def test_an_exception_in_a_forward_names_its_place_everywhere(rank: int) -
     assert isinstance(errors[rank][0].__cause__, ArithmeticError)
 
 
+@pytest.mark.parametrize(("hint", "kind"), [("bf", "B"), ("auto", "I")])
 @pytest.mark.parametrize("rank", [0, 1, 2])
-async def test_an_exception_in_a_backward_names_its_place_everywhere(rank: int) -> None:
-    """Hazard 18: in B of microbatch 1: rank, stage, task, microbatch and cause on all ranks."""
-    errors = await _fail(Case(_stages(rank, backward=1), [], microbatches=4))
+async def test_an_exception_in_a_backward_names_its_place_everywhere(
+    rank: int, hint: str, kind: str
+) -> None:
+    """Hazard 18: in B or I of microbatch 1: rank, stage, task, microbatch, cause on all ranks."""
+    case = Case(_stages(rank, backward=1), [], microbatches=4, options={"hint": hint})
+    errors = await _fail(case)
     cause = "ArithmeticError: no backward today"
-    _assert_told(errors, rank=rank, stage=rank, task=f"{rank}B1", microbatch=1, cause=cause)
+    _assert_told(errors, rank=rank, stage=rank, task=f"{rank}{kind}1", microbatch=1, cause=cause)
 
 
 async def test_an_exception_in_the_loss_names_its_microbatch_everywhere() -> None:

@@ -34,7 +34,7 @@ def _large_case() -> Case:
     rows = 4 * 2**20 // 4 // 8
     stages = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
     steps = [Step({0: (torch.randn(4 * rows, 8),)}, torch.randn(4 * rows, 8))]
-    return Case(stages, steps, microbatches=4)
+    return Case(stages, steps, microbatches=4, options={"hint": "bf", "limit": 8})
 
 
 async def _released(gate: asyncio.Event, reached: asyncio.Event) -> None:
@@ -67,8 +67,7 @@ async def test_the_log_shows_what_a_late_activation_held_up(
     """Hazard 10: the records name the task that was passed over while others ran."""
     gate, reached = asyncio.Event(), asyncio.Event()
     _signal_after(monkeypatch, "1F3", reached)
-    hint = {"hint": "f-priority"}
-    case = chain_case(2, microbatches=4, options=hint)
+    case = chain_case(2, microbatches=4, options={"hint": "f-priority", "limit": 8})
 
     def wrap(world: r.World) -> r.World:
         return gated(world, gate, lambda *which: which == FIRST_ACTIVATION)

@@ -90,10 +90,13 @@ class ForcedBackwards(r.HintOrder):
             self._left.remove(task.microbatch)
 
 
+FORCED = {"deterministic": False, "hint": ForcedBackwards([3, 0, 2, 1]), "limit": 8}
+"""It waits for the last microbatch's backward first: all forwards must have a place."""
+
+
 async def test_backwards_in_a_forced_order_get_the_right_gradients(tmp_path: Path) -> None:
     """Hazard 9: B in order 3, 0, 2, 1 with the order freed: parity within 1e-9 in fp64."""
-    options = {"deterministic": False, "hint": ForcedBackwards([3, 0, 2, 1])}
-    case = chain_case(3, microbatches=4, dtype=torch.float64, options=options)
+    case = chain_case(3, microbatches=4, dtype=torch.float64, options=FORCED)
     runs = await assert_parity(case, tmp_path, within=1e-9)
     for run in runs:
         for rank, order in enumerate(run.orders):
@@ -105,8 +108,7 @@ async def test_each_microbatch_gets_its_own_gradient_in_a_forced_order(tmp_path:
     torch.manual_seed(5)
     stages = [nn.Embedding(4, 8, dtype=torch.float64), nn.Linear(8, 8, dtype=torch.float64)]
     steps = [Step({0: (torch.arange(4),)}, torch.randn(4, 8, dtype=torch.float64))]
-    options = {"deterministic": False, "hint": ForcedBackwards([3, 0, 2, 1])}
-    case = Case(stages, steps, microbatches=4, options=options)
+    case = Case(stages, steps, microbatches=4, options=FORCED)
     await assert_parity(case, tmp_path, within=1e-9)
 
 

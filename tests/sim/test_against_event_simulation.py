@@ -196,7 +196,7 @@ def test_delays_overlap() -> None:
     """A delay is latency, not occupancy: three tensors under way together cost one delay."""
     tables = even(2, 3, forward_s=1.0, backward_s=0.0, delay_s=0.0)
     tables["activation_delay_s"][0] = [100.0] * 3
-    step = VirtualCluster(costs_of(tables), Config(microbatches=3)).run_step()
+    step = VirtualCluster(costs_of(tables), Config(microbatches=3, limit=3)).run_step()
     assert step.makespan_s == pytest.approx(104.0)
 
 
@@ -240,7 +240,8 @@ def test_a_dispatch_cost_is_a_longer_task() -> None:
     longer = dict(tables)
     for name in ("forward_s", "weight_s"):
         longer[name] = [[cost + 0.05 for cost in row] for row in tables[name]]
-    result = simulate(costs_of(tables), Config(microbatches=8, limit=8), dispatch_s=0.05)
+    config = Config(microbatches=8, hint="bf", limit=8)
+    result = simulate(costs_of(tables), config, dispatch_s=0.05)
     theirs = event_simulation(longer, "bf", limit=8, ordered=True)
     baseline = event_simulation(longer, "1f1b", limit=None, ordered=True, binding=True)
     assert result.makespan_s == pytest.approx(theirs.makespan_s, abs=TOLERANCE_S)

@@ -142,7 +142,7 @@ def test_a_local_edge_takes_no_time(placement: str) -> None:
     topology = Topology(2, chunks=2, placement=placement)
     sent = sum(not topology.is_local(edge) for edge in topology.graph)
     assert sent == {"loop": 3, "v": 2}[placement]
-    makespan_s, _, peaks = simulated(tables, topology, None)
+    makespan_s, _, peaks = simulated(tables, topology, None, hint="bf")
     assert makespan_s == pytest.approx(4 * 3.0 + 2 * sent * 10.0)
     assert peaks == [2, 2]
 

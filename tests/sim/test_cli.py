@@ -44,7 +44,8 @@ BAD_OPTIONS = [
     (["--stages", "0"], "stages=0 must be"),
     (["--stages", "-3"], "stages=-3 must be"),
     (["--microbatches", "0"], "microbatches=0 must be"),
-    (["--binding"], "hint 'bf' is a rule"),
+    (["--binding"], "hint 'auto' is a rule"),
+    (["--hint", "bf", "--binding"], "hint 'bf' is a rule"),
     (["--hint", "csv:/nowhere/order.csv"], "/nowhere/order.csv' cannot be read"),
     (["--hint", "replay:/nowhere"], "cannot be read"),
     (["--costs", "/nowhere/costs.json"], "/nowhere/costs.json cannot be read"),
@@ -130,6 +131,14 @@ def test_without_json_the_same_is_shown_to_people(commands: Commands) -> None:
     shown = RESULT_KEYS - {"compute_s", "blocking_s", "peak_in_flight"}
     assert all(name in ended.out for name in shown)
     assert len(ended.out.splitlines()) == len(shown) + 1 + 3
+
+
+def test_without_a_hint_it_simulates_the_automatic_one(commands: Commands) -> None:
+    """The default is the library's: as `--hint auto`, and not as `bf`."""
+    draw = ("--stages", "4", "--microbatches", "12", "--jitter", "J3")
+    given = ((), ("--hint", "auto"), ("--hint", "bf"))
+    none, auto, other = (commands.simulate(*draw, *hint)["makespan_s"] for hint in given)
+    assert none == auto != other
 
 
 def test_the_seed_decides_the_draw(commands: Commands) -> None:
@@ -227,7 +236,7 @@ def test_a_reversed_list_runs_where_the_order_is_free(commands: Commands) -> Non
     lists = [" ".join(f"{s}{k}{j}" for k, j in gpipe(3)[:3] + gpipe(3)[:2:-1]) for s in range(2)]
     arguments = ("--costs", commands.costs(even(2, 3)), "--hint", commands.csv(*lists))
     assert commands.simulate(*arguments, "--binding", "--free-order")["peak_in_flight"] == [3, 3]
-    assert commands.simulate(*arguments)["peak_in_flight"] == [3, 3]
+    assert commands.simulate(*arguments, "--limit", "4")["peak_in_flight"] == [3, 3]
     commands.assert_refused(*arguments, "--binding", saying="0B2 stands before 0B1")
 
 

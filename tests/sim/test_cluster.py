@@ -21,6 +21,7 @@ from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.sim.cluster import VirtualCluster
 from rrfp_async.sim.costs import draw_costs
 from rrfp_async.sim.simulate import Result, bound_s, simulate
+from rrfp_async.topology import Topology
 from tests.runtime.steps import run_steps, train
 from tests.sim.event_simulation import event_simulation
 from tests.sim.guarded import GuardedLoop, InterruptedLoop
@@ -28,9 +29,9 @@ from tests.sim.tables import STYLES, costs_of, drawn, even
 
 
 def result_of(tables: dict[str, Any], *, dispatch_s: float = 0.0, **settings: Any) -> Result:
-    """What `simulate` says of the tables."""
+    """What `simulate` says of the tables, under `bf` unless another hint is given."""
     costs = costs_of(tables)
-    config = Config(microbatches=costs.microbatches, **settings)
+    config = Config(**{"microbatches": costs.microbatches, "hint": "bf", **settings})
     return simulate(costs, config, dispatch_s=dispatch_s)
 
 
@@ -82,8 +83,9 @@ def test_patching_the_choice_changes_the_result(request: pytest.FixtureRequest) 
 @pytest.mark.usefixtures("backwards_world")
 def test_the_patched_choice_is_a_real_ranks_too(tmp_path: Path) -> None:
     """One stage, no timing in it: real and virtual rank dispatch the same, which is the patch's."""
-    train_for_real(1, trace_dir=tmp_path / "real")
-    result_of(even(1, 4), trace_dir=tmp_path / "virtual")
+    settings: dict[str, Any] = {"hint": "bf", "limit": 4}
+    train_for_real(1, trace_dir=tmp_path / "real", **settings)
+    result_of(even(1, 4), trace_dir=tmp_path / "virtual", **settings)
     for world in ("real", "virtual"):
         tasks = [record["task"] for record in records(tmp_path / world, 0)]
         assert tasks == ["0F3", "0F2", "0F1", "0F0", "0B0", "0B1", "0B2", "0B3"]
@@ -182,12 +184,28 @@ def test_a_hint_of_ones_own_is_simulated() -> None:
     assert result.peak_in_flight == theirs.peaks
 
 
-def test_every_task_is_told_as_done() -> None:
+@pytest.mark.parametrize(("hint", "kinds"), [("bf", 2), ("bfw", 3), ("auto", 3)])
+def test_every_task_is_told_as_done(hint: str, kinds: int) -> None:
     """For a progress bar: ours and the baseline's."""
     done: list[None] = []
-    costs = costs_of(some())
-    simulate(costs, Config(microbatches=9), done=lambda: done.append(None))
-    assert len(done) == 2 * 2 * 5 * 9
+    config = Config(microbatches=9, hint=hint)
+    simulate(costs_of(some()), config, done=lambda: done.append(None))
+    assert len(done) == (kinds + 2) * 5 * 9
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_without_a_hint_it_is_bfw_deep(tmp_path: Path, chunks: int) -> None:
+    """The automatic hint: every stage of a cost model is split; the same tasks, the same times."""
+    tables = drawn(random.Random(2), 3 * chunks, 8, "random")
+    topology = Topology(3, chunks=chunks)
+    steps = {}
+    for name, hint in {"none": {}, "auto": {"hint": "auto"}, "deep": {"hint": "bfw-deep"}}.items():
+        config = Config(microbatches=8, trace_dir=tmp_path / name, **hint)
+        steps[name] = VirtualCluster(costs_of(tables), config, topology).run_step()
+    logs = [[records(tmp_path / name, rank) for rank in range(3)] for name in steps]
+    assert logs[0] == logs[1] == logs[2]
+    assert steps["none"] == steps["auto"] == steps["deep"]
+    assert {record["task"].lstrip("0123456789")[0] for record in logs[0][0]} == {"F", "I", "W"}
 
 
 # -- dispatch cost ----------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def test_bf_beats_executed_1f1b(
             delay_s=0.005,
             seed=seed,
         )
-        result = simulate(costs, Config(microbatches=microbatches))
+        result = simulate(costs, Config(microbatches=microbatches, hint="bf"))
         speedups.append(result.speedup_vs_1f1b)
         peak = max(peak, *result.peak_in_flight)
     print(f"median speedup {statistics.median(speedups):.3f}, peak {peak}")
