@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -21,7 +20,6 @@ from rrfp_async.bus.messages import Header, Message
 from rrfp_async.config import Config
 from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, TransferError
 from rrfp_async.executor import Executor
-from rrfp_async.gpu.device import adopt_num_threads
 from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.hints import make_order
 from rrfp_async.ids import Edge, Link, TaskId, TaskKind, TensorSpec
@@ -166,7 +164,6 @@ class Dispatcher:
             sizes = await self._session.begin(own_sizes)
             self._check_sizes(own_sizes, sizes)
             self._world.device.follow_caller()
-            await self._world.device.run(partial(adopt_num_threads, torch.get_num_threads()))
         accounts.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
             self._outbox.begin_step(self._transfers, training=request.training)

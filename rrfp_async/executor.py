@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
+import torch
+
 from rrfp_async.accounts import Accounts
 from rrfp_async.arbiter import Arbiter, Decision
 from rrfp_async.backpressure import Backpressure
@@ -79,7 +81,8 @@ class Executor:
         self._failure: Exception | None = None
 
     def begin_step(self) -> None:
-        """Start counting a step's time."""
+        """Start a step: count its time, and compute with as many threads as its caller."""
+        self._context.num_threads = torch.get_num_threads()
         self.accounts.begin_step()
         self._failure = None
 

@@ -5,7 +5,7 @@ ready. What the needs carry (tensors) and which ready task runs next are not kno
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from rrfp_async.errors import ProtocolError
@@ -33,6 +33,15 @@ Need = Activation | Gradient | TaskId
 """What a task can wait for: an arrival, or a task of the same rank."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What the tasks of steps of one kind need, and who needs what. Read, never changed."""
+
+    key: tuple[int, bool, frozenset[int]]
+    needs: dict[TaskId, set[Need]]
+    waiting: dict[Need, list[TaskId]]
+
+
 class ReadySet:
     """Tracks the needs of one rank's tasks through one step after another.
 
@@ -49,6 +58,7 @@ class ReadySet:
         self._deterministic = deterministic
         self._missing: dict[TaskId, set[Need]] = {}
         self._waiting: dict[Need, list[TaskId]] = {}
+        self._plan: _Plan | None = None
 
     def begin_step(
         self, microbatches: int, *, backward: bool, split: Collection[int] = ()
@@ -65,18 +75,12 @@ class ReadySet:
         """
         if self._missing:
             raise ProtocolError(f"a step began while {self.summary()}")
-        for stage in self._stages:
-            for microbatch in range(microbatches):
-                self._missing[TaskId(stage, TaskKind.F, microbatch)] = {
-                    Activation(edge, microbatch) for edge in self._topology.in_edges(stage)
-                }
-                if backward:
-                    self._missing.update(
-                        self._split_backward(stage, microbatch)
-                        if stage in split
-                        else self._full_backward(stage, microbatch)
-                    )
-        self._waiting = self._invert()
+        key = (microbatches, backward, frozenset(split))
+        if self._plan is None or self._plan.key != key:  # mostly steps are alike
+            needs = self._needs(microbatches, backward=backward, split=split)
+            self._plan = _Plan(key, needs, _inverted(needs))
+        self._missing = {task: set(needs) for task, needs in self._plan.needs.items()}
+        self._waiting = dict(self._plan.waiting)
         return tuple(self._missing)
 
     def ready_now(self) -> list[TaskId]:
@@ -138,6 +142,24 @@ class ReadySet:
         self._missing.clear()
         self._waiting.clear()
 
+    def _needs(
+        self, microbatches: int, *, backward: bool, split: Collection[int]
+    ) -> dict[TaskId, set[Need]]:
+        """Every task of a step, and what it needs."""
+        missing: dict[TaskId, set[Need]] = {}
+        for stage in self._stages:
+            for microbatch in range(microbatches):
+                missing[TaskId(stage, TaskKind.F, microbatch)] = {
+                    Activation(edge, microbatch) for edge in self._topology.in_edges(stage)
+                }
+                if backward:
+                    missing.update(
+                        self._split_backward(stage, microbatch)
+                        if stage in split
+                        else self._full_backward(stage, microbatch)
+                    )
+        return missing
+
     def _full_backward(self, stage: int, microbatch: int) -> Iterable[tuple[TaskId, set[Need]]]:
         task = TaskId(stage, TaskKind.B, microbatch)
         yield task, self._gradients(stage, microbatch) | self._turn(task)
@@ -160,13 +182,6 @@ class ReadySet:
             return set()
         return {TaskId(task.stage, task.kind, task.microbatch - 1)}
 
-    def _invert(self) -> dict[Need, list[TaskId]]:
-        waiting: defaultdict[Need, list[TaskId]] = defaultdict(list)
-        for task, needs in self._missing.items():
-            for need in needs:
-                waiting[need].append(task)
-        return dict(waiting)
-
     def _meet(self, need: Need) -> list[TaskId]:
         tasks = self._waiting.pop(need, None)
         if tasks is None:
@@ -178,3 +193,11 @@ class ReadySet:
             if not missing:
                 ready.append(task)
         return ready
+
+
+def _inverted(needs: Mapping[TaskId, set[Need]]) -> dict[Need, list[TaskId]]:
+    waiting: defaultdict[Need, list[TaskId]] = defaultdict(list)
+    for task, of_task in needs.items():
+        for need in of_task:
+            waiting[need].append(task)
+    return dict(waiting)

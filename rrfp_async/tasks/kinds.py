@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from rrfp_async.gpu.completion import Computed
-from rrfp_async.gpu.device import Device
+from rrfp_async.gpu.device import Device, adopt_num_threads
 from rrfp_async.ids import Edge, TaskId, TaskKind, TensorSpec
 from rrfp_async.tasks.boundary import Export, Outgoing
 from rrfp_async.tasks.stage import Stage
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TaskContext:
     """What a task may use.
 
@@ -30,12 +30,14 @@ class TaskContext:
         is_local: Whether an edge stays on the rank.
         device: Where it computes.
         export: Makes a tensor sendable.
+        num_threads: What the caller of the step computes with; its tasks do too.
     """
 
     stages: Mapping[int, Stage]
     is_local: Callable[[Edge], bool]
     device: Device
     export: Export
+    num_threads: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def _compute_and_hand_over(
     context: TaskContext, task: TaskId, compute: Compute
 ) -> tuple[Outgoing, ...]:
     """On the device's thread: what comes after `task` there finds what it made."""
+    adopt_num_threads(context.num_threads)
     made = compute()
     for outgoing in made:
         if context.is_local(outgoing.edge):

@@ -10,6 +10,7 @@ more than once in one forward.)
 This file knows modules and gradients. It does not know stages, microbatches or when W runs.
 """
 
+import functools
 import math
 import types
 from collections import Counter
@@ -352,6 +353,7 @@ def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if x.is_floating_point() else None
 
 
+@functools.cache  # one torch in a process
 def _adds_bias_at_once(dim: int) -> bool:
     """Whether this torch adds the bias in the product, for contiguous inputs of that dimension."""
     weight, bias = torch.zeros(1, 1, requires_grad=True), torch.zeros(1, requires_grad=True)

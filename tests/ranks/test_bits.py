@@ -16,10 +16,13 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
 WORDS = ("--steps", "5", "--microbatches", "8", "--json")
 SEEDS = (1, 2)
-SAMPLED = {("bf", 1)}
+SAMPLED = {("auto", 1)}
 CASES = [
     pytest.param(hint, seed, marks=[] if (hint, seed) in SAMPLED else [pytest.mark.slow])
-    for hint, seeds in (("bf", SEEDS), ("bfw", SEEDS), ("fb", (1,)), ("f-priority", (2,)))
+    for hint, seeds in (
+        *(("auto", SEEDS), ("bf", SEEDS), ("bfw", SEEDS)),
+        *(("fb", (1,)), ("f-priority", (2,))),
+    )
     for seed in seeds
 ]
 LISTS = ("1f1b", "gpipe", "zb-h1", "csv:{csv}", "replay:{log}")
@@ -112,7 +115,8 @@ def test_processes_really_dispatch_in_other_orders_for_other_seeds(tmp_path: Pat
     seen = []
     for seed in SEEDS:
         folder = tmp_path / str(seed)
-        _under_torchrun(4, "--delay-seed", str(seed), "--trace-dir", str(folder))
+        order = ("--hint", "bf", "--delay-seed", str(seed))
+        _under_torchrun(4, *order, "--trace-dir", str(folder))
         logs = [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(4)]
         seen.append([[json.loads(line)["task"] for line in log] for log in logs])
     assert seen[0] != seen[1]

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
 RANKS = 3
 WITHIN_S = 5.0
 WHERE = {"forward": 1, "backward": 1, "loss": 2, "data": 0}
-TASKS = {"forward": "1F2", "backward": "1B2", "loss": "2F2"}
+TASKS = {"forward": "1F2", "backward": "1I2", "loss": "2F2"}
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,13 @@ class Timed(nn.Module):
 
 
 async def _main(world: r.World, folder: Path) -> None:
-    config = r.Config(microbatches=MICROBATCHES, trace_dir=folder, return_outputs=False)
+    config = r.Config(
+        microbatches=MICROBATCHES,
+        hint="bf",
+        limit=MICROBATCHES,
+        trace_dir=folder,
+        return_outputs=False,
+    )
     inputs = torch.zeros(MICROBATCHES * ROWS, WIDTH)
     async with (
         world,

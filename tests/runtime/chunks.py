@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import rrfp_async as r
 from tests.runtime.parity import Run, assert_parity, chain_case, topology_of
 from tests.runtime.reference import Case, Step
 
@@ -45,13 +46,18 @@ def step(samples: int = 8, *shape: int, **more: Any) -> Step:
 
 def expected_tasks(case: Case, rank: int, microbatches: int) -> list[str]:
     """Every task of a training step on a rank, as words, sorted."""
-    kinds = "FIW" if "bfw" in case.options.get("hint", "bf") else "FB"
+    kinds = "FIW" if r.Config(microbatches=1, **_hint_of(case)).splits else "FB"
     return sorted(
         f"{stage}{kind}{j}"
         for stage in topology_of(case).stages_of(rank)
         for kind in kinds
         for j in range(microbatches)
     )
+
+
+def _hint_of(case: Case) -> dict[str, Any]:
+    """The case's hint, if it has one."""
+    return {name: value for name, value in case.options.items() if name == "hint"}
 
 
 async def assert_chunk_parity(
