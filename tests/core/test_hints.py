@@ -89,8 +89,10 @@ def test_the_automatic_hint_is_named_first_and_summed_up_as_the_default() -> Non
 
 def test_the_automatic_hint_ranks_as_bfw_deep() -> None:
     """Rounds, the deeper chunk first, W last; some stages split, some whole; any limit."""
-    split, mixed = (" ".join(f"{stage}{kind}{j}" for stage, kinds in stages for kind in kinds
-        for j in range(3)) for stages in ([(0, "FIW"), (4, "FIW")], [(0, "FB"), (4, "FIW")]))
+    split, mixed = (
+        " ".join(f"{stage}{kind}{j}" for stage, kinds in stages for kind in kinds for j in range(3))
+        for stages in ([(0, "FIW"), (4, "FIW")], [(0, "FB"), (4, "FIW")])
+    )
     for step in (split, mixed):
         for admissible in (ANY, NONE, Admissible(any_forward=False, forward_microbatch=1)):
             auto, explicit = (begun(hint, step, step) for hint in ("auto", "bfw-deep"))

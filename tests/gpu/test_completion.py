@@ -178,9 +178,7 @@ async def test_withdrawn_work_that_would_have_fallen_is_told_nothing_new(
     assert steps.ran == ["first"]
 
 
-async def test_work_keeps_nothing_of_the_one_before_it(
-    thread: WaitingThread, steps: Steps
-) -> None:
+async def test_work_keeps_nothing_of_the_one_before_it(thread: WaitingThread, steps: Steps) -> None:
     """A chain of a step's tasks is not held by its last link."""
     steps.let_go.set()
     first = thread.queue(steps.held("first"))

@@ -1,0 +1,94 @@
+"""The emulated stage takes each part's time once, whoever runs its backward, and once is enough."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed.pipelining import _backward as torch_backward
+
+import rrfp_async as r
+from benchmarks.emulation import Emulated, SleepingLayer, batch_of
+from benchmarks.peers import loss_fn
+
+WIDTH, ROWS = 8, 3
+
+
+def layer(stage: int = 1) -> SleepingLayer:
+    """A stage whose parts take no time."""
+    return SleepingLayer(WIDTH, Emulated(stage, lambda _kind, _microbatch: 0.0), seed=3)
+
+
+def kinds(of_layer: SleepingLayer) -> list[str]:
+    """What has run since the last look."""
+    ran = [span.kind for span in of_layer.emulated.spans]
+    of_layer.emulated.spans.clear()
+    return ran
+
+
+def plain(of_layer: SleepingLayer) -> list[torch.Tensor]:
+    """The gradients of a plain backward: of the input, then of the weight."""
+    x = batch_of(1, ROWS, WIDTH).requires_grad_()
+    loss_fn(of_layer(x), x.detach()).backward()
+    assert x.grad is not None
+    assert of_layer.weight.grad is not None
+    return [x.grad, of_layer.weight.grad]
+
+
+def test_a_plain_backward_takes_the_time_of_both_halves() -> None:
+    """F, then I and W, once each."""
+    one = layer()
+    plain(one)
+    assert kinds(one) == ["F", "I", "W"]
+
+
+def test_torchs_split_takes_each_half_where_it_belongs() -> None:
+    """I in the first part, W in the second, neither twice; the gradients are the same."""
+    one, twin = layer(), layer()
+    expected = plain(twin)
+    x = batch_of(1, ROWS, WIDTH).requires_grad_()
+    loss = loss_fn(one(x), x.detach())
+    (for_x, *_), groups = torch_backward.stage_backward_input(
+        [loss], None, [x], iter(one.parameters())
+    )
+    assert kinds(one) == ["F", "I"]
+    assert one.weight.grad is None
+    torch_backward.stage_backward_weight(iter(one.parameters()), groups)
+    assert kinds(one) == ["W"]
+    assert for_x is not None
+    torch.testing.assert_close([for_x, one.weight.grad], expected)
+
+
+@pytest.mark.parametrize("hint", ["bf", "bfw"])
+async def test_our_backward_takes_each_half_once(hint: str) -> None:
+    """Two stages, three microbatches: F, I and W of each, and the unpartitioned model's bits."""
+    microbatches = 3
+    stages = [layer(0), layer(1)]
+    reference = copy.deepcopy(stages)
+    batch = batch_of(microbatches, ROWS, WIDTH)
+    for part in batch.tensor_split(microbatches):
+        loss = loss_fn(reference[1](reference[0](part)), part)
+        (loss * (len(part) / len(batch))).backward()
+    config = r.Config(microbatches=microbatches, hint=hint)
+
+    async def main(world: r.World) -> None:
+        runtime = r.Runtime(stages[world.rank], world=world, config=config, loss_fn=loss_fn)
+        async with runtime:
+            await runtime.train_step(batch, target=batch)
+
+    await r.run_local(2, main)
+    for stage, twin in zip(stages, reference, strict=True):
+        seen = [(span.kind, span.microbatch) for span in stage.emulated.spans]
+        assert sorted(seen) == sorted((k, j) for k in "FIW" for j in range(microbatches))
+        for parameter, expected in zip(stage.parameters(), twin.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert expected.grad is not None
+            assert torch.equal(parameter.grad, expected.grad)
+
+
+def test_the_microbatchs_number_passes_through_unchanged() -> None:
+    """Through sixteen layers, for numbers up to 1,023."""
+    hidden = batch_of(1024, 1, WIDTH)
+    for stage in range(16):
+        weight = layer(stage).weight
+        hidden = hidden @ weight.t()
+    assert torch.equal(hidden[:, 0], torch.arange(1024.0))
