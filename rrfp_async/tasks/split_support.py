@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 _KEPT_SHARE_MOST = 0.25
 _WRAPPERS = ("FullyShardedDataParallel", "DistributedDataParallel", "FSDPModule")
@@ -52,11 +53,17 @@ def _kept_share(module: torch.nn.Module) -> float:
     """
     kept = total = 0
     for part in module.modules():
-        own = sum(p.numel() for p in part.parameters(recurse=False) if p.requires_grad)
+        own = sum(map(_elements, part.parameters(recurse=False)))
         total += own
         if type(part).__module__.startswith("torch.nn.") and type(part) is not torch.nn.Linear:
             kept += own
     return kept / total if total else 0.0
+
+
+def _elements(parameter: torch.nn.Parameter) -> int:
+    """How many gradients it gets; none that are known before a lazy module's first forward."""
+    wanted = parameter.requires_grad and not is_lazy(parameter)
+    return parameter.numel() if wanted else 0
 
 
 def _obstacles(module: torch.nn.Module) -> Iterator[str]:

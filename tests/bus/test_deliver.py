@@ -181,7 +181,7 @@ async def test_cancelling_a_delivery_loses_nothing(open_buses: OpenBuses) -> Non
 
 
 async def test_closing_ends_a_delivery(open_buses: OpenBuses) -> None:
-    """Under way, and one that begins on a closed end: the error says so; the others are not hurt."""
+    """Under way, and one that begins on a closed end: the error says so; no other is hurt."""
     async with open_buses(3) as buses:
         heard, other = Heard(), Heard()
         async with delivering(buses[0], heard) as task, delivering(buses[1], other) as going_on:

@@ -21,7 +21,7 @@ TIMES = st.floats(1e-9, 1e3)
 
 
 def formula(stages: int, ratio: float) -> int:
-    """`ceil(a * (1 + min(1, 0.5 + r)) + 8 * min(1, 4 r))`, as docs/backpressure.md has the bound."""
+    """`ceil(a * (1 + min(1, 0.5 + r)) + 8 * min(1, 4 r))`, docs/backpressure.md's bound."""
     return math.ceil(stages * (1.0 + min(1.0, 0.5 + ratio)) + 8.0 * min(1.0, 4.0 * ratio))
 
 

@@ -1,4 +1,4 @@
-"""The rule of the automatic hint: which stages are worth a split, and that nothing is said of it."""
+"""The rule of the automatic hint: which stages are worth a split; nothing is said of it."""
 
 import warnings
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def test_a_stage_mostly_of_other_parameters_is_not_worth_a_split(name: str, make
         assert (insisting.mode, insisting.reason) == ("deferral", "")
 
 
-@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), lambda: nn.LazyBatchNorm1d()])
+@pytest.mark.parametrize("make", [lambda: nn.LazyLinear(3), nn.LazyBatchNorm1d])
 def test_a_lazy_module_has_no_size_yet_and_is_asked_nothing(make: Make) -> None:
     """Its parameters have no elements that could be counted: no error before the first forward."""
     split_support(make(), insist=False)
