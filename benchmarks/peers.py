@@ -5,7 +5,7 @@ when asked. It does not know what is measured.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class System:
     """A row of the comparison.
 
     Attributes:
-        name: `torch` or `rrfp_async`.
+        name: `torch`, `rrfp_async` or that of another maker of peers.
         hint: The schedule or hint order.
         chunks: Stages a rank: with two, each takes half the time.
         placement: Of the stages on the ranks.
@@ -153,14 +153,20 @@ class OurPeer(Peer):
 
 
 async def open_peers(
-    systems: Sequence[System], pp: int, microbatches: int, rows: int, resources: AsyncExitStack
+    systems: Sequence[System],
+    pp: int,
+    microbatches: int,
+    rows: int,
+    resources: AsyncExitStack,
+    *,
+    makers: Mapping[str, Callable[[System, int, int, int, int], Peer]],
 ) -> list[Peer]:
-    """This rank's end of every system, in order."""
+    """This rank's end of every system, in order; `makers` by name of those that are not ours."""
     rank = torch.distributed.get_rank()
     peers: list[Peer] = []
     for system in systems:
-        if system.name == "torch":
-            peers.append(TorchPeer(system, rank, pp, microbatches, rows))
+        if system.name in makers:
+            peers.append(makers[system.name](system, rank, pp, microbatches, rows))
             continue
         topology = rrfp_async.Topology(pp, chunks=system.chunks, placement=system.placement)
         world = await resources.enter_async_context(rrfp_async.torchrun_world(topology))

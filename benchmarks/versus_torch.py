@@ -12,7 +12,11 @@ every gradient is compared with the unpartitioned model's: ours to the last bit,
 rounding, for it adds them up otherwise.
 
 The bound is what no order can beat (a rank's work after its first possible start, two stages a
-rank in a V). Peaks count the microbatches between F and W of a rank, in whole-rank stages.
+rank in a V). Peaks count the microbatches between F and W of a rank, in whole-rank stages. CPU time
+is of all ranks, per task. Overhead is what a step took beyond a replay of the same decisions in
+which nothing but the tasks takes time, per task on the path that decides the replay; a gap, the
+time from when all that a task needed was done to when it began. Ours only: torch's lists may mix
+whole backwards with halves.
 """
 
 import argparse
@@ -38,13 +42,24 @@ from rich.console import Console
 from rich.table import Table
 
 import rrfp_async
+from benchmarks.deepspeed_peer import DEEPSPEED, DeepSpeedPeer, unavailable
 from benchmarks.emulation import Emulated, SleepingLayer, Span, batch_of
-from benchmarks.peers import SEED, SYSTEMS, WIDTH, Peer, System, loss_fn, open_peers
+from benchmarks.peers import (
+    SEED,
+    SYSTEMS,
+    WIDTH,
+    Peer,
+    System,
+    TorchPeer,
+    loss_fn,
+    open_peers,
+)
 from benchmarks.timeline import peak_activations, percentile, replayed, task_gaps_s
 from rrfp_async.sim.costs import JITTERS, Costs, Profile, draw_costs
 from rrfp_async.sim.simulate import bound_s
 
 TASK_S = 0.010
+MAKERS = {"torch": TorchPeer, "deepspeed": DeepSpeedPeer}
 PROFILES = {"balanced": Profile(), "multimodal": Profile(1.3, encoder_share=0.25)}
 """`balanced`: equal ranks. `multimodal`: an encoder on the first quarter of the ranks, whose work
 varies by one lognormal(0, 0.6) factor per microbatch; the last rank takes 1.3 times as long."""
@@ -99,7 +114,9 @@ async def run_problem(problem: Problem, systems: Sequence[System], steps: int) -
     """Every system's steps, by turns; complete on rank 0."""
     samples = [Samples() for _ in systems]
     async with AsyncExitStack() as resources:
-        peers = await open_peers(systems, problem.pp, problem.microbatches, problem.rows, resources)
+        peers = await open_peers(
+            systems, problem.pp, problem.microbatches, problem.rows, resources, makers=MAKERS
+        )
         reference = reference_gradients(problem)
         for peer in peers:
             await peer.step()
@@ -258,8 +275,18 @@ def show(rows: list[dict[str, Any]]) -> None:
         table = Table(
             title=f"P={pp}, M={microbatches}, {profile}, {jitter}: bound {bound_ms:.0f} ms"
         )
-        names = ("system", "hint", "step, ms", "/ bound", "/ best torch", "peak", "CPU ms / task")
-        for name in (*names, "overhead ms / path task", "gap p99, ms"):
+        table.add_column("system", no_wrap=True)
+        table.add_column("hint", no_wrap=True)
+        names = (
+            "step, ms",
+            "/ bound",
+            "/ best torch",
+            "peak",
+            "CPU ms",
+            "overhead ms",
+            "gap p99 ms",
+        )
+        for name in names:
             table.add_column(name)
         for row in of_problem:
             table.add_row(
@@ -273,7 +300,7 @@ def show(rows: list[dict[str, Any]]) -> None:
                 _number(row.get("overhead_ms_per_path_task")),
                 _number(row.get("gap_ms_p99")),
             )
-        Console(width=120).print(table)
+        Console(width=112).print(table)
 
 
 def _number(value: float | None) -> str:
@@ -288,6 +315,8 @@ def run_rank(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     systems = [system for system in SYSTEMS if _is_wanted(system, options.systems)]
+    if options.deepspeed and not skipped_of(options):
+        systems.append(DEEPSPEED)
     rows: list[dict[str, Any]] = []
     for microbatches, profile, jitter in itertools.product(
         options.microbatches, options.profile, options.jitter
@@ -301,6 +330,12 @@ def run_rank(options: argparse.Namespace) -> None:
         options.out.write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def skipped_of(options: argparse.Namespace) -> list[dict[str, str]]:
+    """The rows that were asked for and cannot be here, each with its reason."""
+    reason = unavailable() if options.deepspeed else None
+    return [{"system": DEEPSPEED.name, "reason": reason}] if reason else []
 
 
 def _is_wanted(system: System, wanted: Sequence[str]) -> bool:
@@ -331,6 +366,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each system")
     parser.add_argument("--rows", type=int, default=2, help="samples of a microbatch, 64 B each")
     parser.add_argument("--systems", type=_among(names), default=[], help=", ".join(names))
+    parser.add_argument("--deepspeed", action="store_true", help="its 1F1B too, if installed")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -360,12 +396,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.out is not None:
         run_rank(options)
         return 0
+    skipped = skipped_of(options)
     rows = launch(options, given)
     if options.json:
         head = {"torch": torch.__version__, "date": date.today().isoformat()}
-        print(json.dumps({**head, "rows": rows}))
+        print(json.dumps({**head, "rows": rows, **({"skipped": skipped} if skipped else {})}))
     else:
         show(rows)
+        for row in skipped:
+            print(f"skipped {row['system']}: {row['reason']}")
     return 0
 
 

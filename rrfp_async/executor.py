@@ -88,6 +88,7 @@ class Executor:
 
     def end_step(self) -> None:
         """Of a step that failed, take back what the device has not begun and leave what runs."""
+        self._context.steps_ended += 1
         for task, coroutine in self._given.items():
             self._device.withdraw(task)
             coroutine.close()
@@ -205,6 +206,8 @@ class Executor:
                 self._leave(task, ended.value, ended.value.computed.finished_s)
                 self._commit_next()
                 self._wake.set()
+            except asyncio.CancelledError:  # the one before it failed, and ends the step
+                self._forget(task)
             except Exception as error:
                 raise self._task_failed(error, task) from error
             else:

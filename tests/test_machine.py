@@ -92,7 +92,6 @@ def test_time_on_a_run_queue_is_left_out(contended: None) -> None:
     with took() as taken:
         burn(0.4)
     assert taken.wall_s - taken.own_s > 0.2
-    assert taken.own_s > 0.2
 
 
 @ON_LINUX

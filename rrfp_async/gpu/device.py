@@ -138,6 +138,8 @@ class _CpuLane(Device):
         finally:
             if self._given.get(task) is work:
                 del self._given[task]
+            if not work.future.cancel() and not work.future.cancelled():
+                work.future.exception()  # it is known, also where nobody waits any more
 
     @property
     def takes_back(self) -> bool:

@@ -31,6 +31,7 @@ class TaskContext:
         device: Where it computes.
         export: Makes a tensor sendable.
         num_threads: What the caller of the step computes with; its tasks do too.
+        steps_ended: How many steps have ended: a task may outlive the one it belongs to.
     """
 
     stages: Mapping[int, Stage]
@@ -38,6 +39,7 @@ class TaskContext:
     device: Device
     export: Export
     num_threads: int = 1
+    steps_ended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,19 +97,19 @@ async def backward_weight(context: TaskContext, task: TaskId) -> Outcome:
 
 
 async def _compute(context: TaskContext, task: TaskId, compute: Compute) -> Outcome:
-    function = partial(_compute_and_hand_over, context, task, compute)
+    function = partial(_compute_and_hand_over, context, task, compute, context.steps_ended)
     computed = await context.device.run(function, task=task)
     return Outcome(computed.value, computed)
 
 
 def _compute_and_hand_over(
-    context: TaskContext, task: TaskId, compute: Compute
+    context: TaskContext, task: TaskId, compute: Compute, steps_ended: int
 ) -> tuple[Outgoing, ...]:
     """On the device's thread: what comes after `task` there finds what it made."""
     adopt_num_threads(context.num_threads)
     made = compute()
     for outgoing in made:
-        if context.is_local(outgoing.edge):
+        if context.is_local(outgoing.edge) and context.steps_ended == steps_ended:
             deliver(context.stages, outgoing.edge, task, outgoing.specs, outgoing.tensors)
     return made
 

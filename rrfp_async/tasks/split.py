@@ -13,7 +13,7 @@ This file knows modules and gradients. It does not know stages, microbatches or 
 import functools
 import math
 import types
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +27,6 @@ from rrfp_async.tasks.weight_grad_store import PutOff, WeightGradStore, has_stor
 
 _REENTRANT_NODE = "CheckpointFunctionBackward"
 _DIMS_PROBED = range(1, 9)
-_MIXED_LEAST = 3
 
 
 @dataclass(slots=True)
@@ -232,12 +231,16 @@ class Deferral:
     def forward(self, kept: Deferred) -> Iterator[None]:
         """For the length of a forward: what its layers defer goes to `kept`."""
         self._kept = kept
-        store = WeightGradStore(kept.uses.append, lambda: kept.collecting, self._undeferred)
+        store = WeightGradStore(kept.uses.append, lambda: kept.collecting, self._can_put_off)
         try:
             with storing(store):
                 yield
         finally:
             self._casts.clear()
+
+    def _can_put_off(self, weight: torch.Tensor) -> bool:
+        """Whether it is a leaf that gets a gradient, in an order that W can keep."""
+        return self._leaves.get(id(weight)) is weight and id(weight) not in self._undeferred
 
     def install(self) -> None:
         """Let the layers defer, until `remove`."""
@@ -274,15 +277,14 @@ class Deferral:
         """Learn from a forward's graph what the module does not tell.
 
         Leaves besides the parameters (a loss function's, say) are set aside as those are.
-        Parameters that get three or more contributions, some by other ways than a layer, are not
-        deferred: only autograd knows in which order it adds them.
+        Parameters that get three or more contributions, by different ways, are not deferred: only
+        autograd knows in which order it adds them.
 
         Returns:
             What to do from the next step on, if reentrant checkpointing was found.
         """
         own = {id(tensor) for tensor in inputs}
-        direct: Counter[int] = Counter()
-        layered: Counter[int] = Counter()
+        ways: defaultdict[int, Counter[str]] = defaultdict(Counter)
         support = None
         for node, following in _edges(roots):
             if node.name() == _REENTRANT_NODE:
@@ -291,11 +293,10 @@ class Deferral:
             if leaf is None or id(leaf) in own:
                 continue
             self._leaves.setdefault(id(leaf), leaf)
-            by_layer = node.name() == "_DeferredLinearBackward" or has_store(node)
-            counter = layered if by_layer else direct
-            counter[id(leaf)] += 1
-        mixed = (key for key in direct if layered[key])
-        self._undeferred |= {key for key in mixed if direct[key] + layered[key] >= _MIXED_LEAST}
+            ways[id(leaf)][_way(node)] += 1
+        self._undeferred |= {
+            key for key, of_leaf in ways.items() if len(of_leaf) > 1 and of_leaf.total() >= 3
+        }
         return support
 
     def linear(
@@ -360,6 +361,13 @@ def _adds_bias_at_once(dim: int) -> bool:
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         node = functional.linear(torch.zeros((1,) * dim), weight, bias).grad_fn
     return node is not None and not node.name().startswith("Add")
+
+
+def _way(node: Any) -> str:
+    """By what a leaf's gradient comes: a Linear, a layer with a store, or autograd alone."""
+    if node.name() == "_DeferredLinearBackward":
+        return "linear"
+    return "store" if has_store(node) else "autograd"
 
 
 def _edges(roots: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Any]]:

@@ -36,7 +36,7 @@ class PutOff:
 
         Raises:
             RuntimeError: If an operand was written to since it was kept, or what was computed
-                does not have the weight's shape.
+                does not have the weight's shape and dtype.
         """
         if self.versions != tuple(operand._version for operand in self.operands):
             raise RuntimeError(
@@ -51,6 +51,11 @@ class PutOff:
                 f"{tuple(gradient.shape)}: give WeightGradStore.put a function that returns the "
                 f"weight's"
             )
+        if gradient.dtype != self.weight.dtype:
+            raise RuntimeError(
+                f"the gradient computed for a weight of {self.weight.dtype} is of "
+                f"{gradient.dtype}: cast it as autograd would"
+            )
         yield self.weight, gradient
 
 
@@ -61,11 +66,11 @@ class WeightGradStore:
         self,
         keep: Callable[[PutOff], None] | None = None,
         is_collecting: Callable[[], bool] = lambda: False,
-        undeferred: frozenset[int] | set[int] = frozenset(),
+        takes: Callable[[torch.Tensor], bool] = lambda _weight: False,
     ) -> None:
         self._keep = keep
         self._is_collecting = is_collecting
-        self._undeferred = undeferred
+        self._takes = takes
 
     def put(
         self, weight: torch.nn.Parameter, compute: ComputeGradient, *operands: torch.Tensor
@@ -76,7 +81,9 @@ class WeightGradStore:
         function would do otherwise, so that the bits are the same.
 
         Args:
-            weight: The parameter, any shape and dtype.
+            weight: The parameter itself, kept on `ctx` in the forward: what
+                `ctx.saved_tensors` gives may be another tensor (under checkpointing, say), and is
+                then not taken, nor is a frozen weight or one that is computed from others.
             compute: `compute(*operands)` returns the gradient: a new tensor of the weight's shape,
                 dtype and device. It runs without gradients, on the device's thread.
             *operands: Tensors that are kept until W and must not be written to.
@@ -85,7 +92,7 @@ class WeightGradStore:
             Whether it was taken: then return None for the weight's gradient. Otherwise, in a
             backward that is not split, compute it at once.
         """
-        if self._keep is None or not self._is_collecting() or id(weight) in self._undeferred:
+        if self._keep is None or not self._is_collecting() or not self._takes(weight):
             return False
         kept = tuple(operand.detach() for operand in operands)
         self._keep(PutOff(weight, compute, kept, tuple(operand._version for operand in kept)))

@@ -1,13 +1,15 @@
 """The emulated stage takes each part's time once, whoever runs its backward, and once is enough."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.distributed.pipelining import _backward as torch_backward
 
 import rrfp_async as r
-from benchmarks.emulation import Emulated, SleepingLayer, batch_of
+from benchmarks import emulation
+from benchmarks.emulation import Emulated, SleepingLayer, Span, batch_of
 from benchmarks.peers import loss_fn
 
 WIDTH, ROWS = 8, 3
@@ -55,7 +57,56 @@ def test_torchs_split_takes_each_half_where_it_belongs() -> None:
     torch_backward.stage_backward_weight(iter(one.parameters()), groups)
     assert kinds(one) == ["W"]
     assert for_x is not None
-    torch.testing.assert_close([for_x, one.weight.grad], expected)
+    assert torch.equal(for_x, expected[0])
+    assert torch.equal(one.weight.grad, expected[1])
+
+
+def test_torchs_split_between_two_others_takes_each_half_where_it_belongs() -> None:
+    """From the gradients that come back, without a loss, as on a middle stage."""
+    one, twin = layer(), layer()
+    x, twins_x = (batch_of(1, ROWS, WIDTH).requires_grad_() for _ in range(2))
+    gradient = torch.linspace(1.0, 2.0, ROWS * WIDTH).reshape(ROWS, WIDTH)
+    twin(twins_x).backward(gradient)
+    (for_x, *_), groups = torch_backward.stage_backward_input(
+        [one(x)], [gradient], [x], iter(one.parameters())
+    )
+    assert kinds(one) == ["F", "I"]
+    torch_backward.stage_backward_weight(iter(one.parameters()), groups)
+    assert kinds(one) == ["W"]
+    assert torch.equal(for_x, twins_x.grad)
+    assert torch.equal(one.weight.grad, twin.weight.grad)
+
+
+def test_a_first_stage_has_an_input_gradient_to_take_time_for() -> None:
+    """Though its batch wants none: that of its shift."""
+    one = layer(0)
+    batch = batch_of(1, ROWS, WIDTH)
+    loss_fn(one(batch), batch).backward()
+    assert kinds(one) == ["F", "I", "W"]
+    assert batch.grad is None
+
+
+def test_each_part_sleeps_as_long_as_it_is_told_and_is_noted_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a clock that only sleeps move: F of 3 s, I of 5 and W of 7, for microbatch 2."""
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    clock = SimpleNamespace(sleep=sleep, perf_counter=lambda: now_s)
+    monkeypatch.setattr(emulation, "time", clock)
+    tables = {"F": [0.0, 0.0, 3.0], "I": [0.0, 0.0, 5.0], "W": [0.0, 0.0, 7.0]}
+    emulated = Emulated(1, lambda kind, microbatch: tables[kind][microbatch])
+    x = batch_of(3, ROWS, WIDTH)[2 * ROWS :].requires_grad_()
+    SleepingLayer(WIDTH, emulated, seed=3)(x).sum().backward()
+    assert emulated.spans == [
+        Span("F", 1, 2, 0.0, 3.0),
+        Span("I", 1, 2, 3.0, 8.0),
+        Span("W", 1, 2, 8.0, 15.0),
+    ]
 
 
 @pytest.mark.parametrize("hint", ["bf", "bfw"])
@@ -89,6 +140,5 @@ def test_the_microbatchs_number_passes_through_unchanged() -> None:
     """Through sixteen layers, for numbers up to 1,023."""
     hidden = batch_of(1024, 1, WIDTH)
     for stage in range(16):
-        weight = layer(stage).weight
-        hidden = hidden @ weight.t()
+        hidden = layer(stage)(hidden)
     assert torch.equal(hidden[:, 0], torch.arange(1024.0))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ import uvloop
 import zmq
 
 from rrfp_async.bus import zeromq as zeromq_module
-from rrfp_async.bus.messages import Farewell, Hello, PeerLost
+from rrfp_async.bus.messages import Farewell, Hello, Message, PeerLost
 from rrfp_async.errors import BusError
 from tests.bus.sockets import End, open_end, open_ends, until
 from tests.machine import took
@@ -42,6 +43,44 @@ async def test_the_others_hear_what_an_end_said_last_and_then_that_it_is_gone() 
         assert await ends[1].next_message() == (0, Farewell(1))
         await asyncio.sleep(0.6)
         assert [end.bus.statistics().pending for end in ends[:2]] == [0, 0]
+
+
+async def test_a_handler_hears_the_last_words_and_then_that_the_end_is_gone() -> None:
+    """As a reader does: a thousand messages, then PeerLost, once; other ends are heard on."""
+    async with open_ends(3, host_group=lambda rank: rank % 2) as ends:
+        heard: list[tuple[int, Message]] = []
+        delivery = asyncio.create_task(
+            ends[0].bus.deliver(lambda source, message: heard.append((source, message)))
+        )
+        for steps in range(1_000):
+            ends[2].bus.send_nowait(0, Farewell(steps))
+        ends[2].bus.close()
+        await until(lambda: len(heard) == 1_001)
+        assert heard[:1_000] == [(2, Farewell(steps)) for steps in range(1_000)]
+        assert isinstance(heard[1_000][1], PeerLost)
+        ends[1].bus.send_nowait(0, Farewell(1))
+        await until(lambda: len(heard) == 1_002)
+        await asyncio.sleep(0.6)
+        assert heard[1_001:] == [(1, Farewell(1))]
+        delivery.cancel()
+        await asyncio.gather(delivery, return_exceptions=True)
+
+
+async def test_a_handler_is_called_where_the_socket_is_read() -> None:
+    """Not a turn of the loop later, once what was there before is delivered."""
+    async with open_ends(2) as ends:
+        callers: list[str] = []
+
+        def note(_source: int, _message: Message) -> None:
+            callers.append(" ".join(frame.function for frame in inspect.stack()))
+
+        delivery = asyncio.create_task(ends[0].bus.deliver(note))
+        await asyncio.sleep(0)
+        ends[1].bus.send_nowait(0, Farewell(0))
+        await until(lambda: len(callers) == 1)
+        assert "_on_readable" in callers[0]
+        delivery.cancel()
+        await asyncio.gather(delivery, return_exceptions=True)
 
 
 async def test_a_reader_that_is_behind_still_hears_the_last_words_first() -> None:

@@ -131,11 +131,11 @@ async def test_the_log_shows_the_choice_that_was_carried_out(
 ) -> None:
     """Not the one that was taken back: what was ready then, and what it ranks below."""
     await better_arrives(tmp_path, becomes_ready)
-    first, second, *rest = records_of(tmp_path, 1)
+    first, second, *_ = records_of(tmp_path, 1)
     assert (first["task"], first["passed_over"][0]) == ("1F1", "1F0")
     assert (second["task"], second["ready"], second["passed_over"]) == ("1F0", 3, [])
     assert second["reason"] == Reason.FIRST.value
-    assert all(record["waited_s"] == 0.0 for record in rest), "the device was never idle"
+    assert second["waited_s"] == 0.0, "the device went on to it by itself"
 
 
 async def test_a_task_that_is_no_better_changes_nothing(
