@@ -27,8 +27,11 @@ PER_SAMPLE = 2 * ROW
 """What a linear layer and a tanh keep for one: their input and their output."""
 HINTS = [
     "bf",
-    "bfw-deep",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bf-deep", "bfw", "f-priority")),
+    "auto",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in ("bf-deep", "bfw", "bfw-deep", "f-priority")
+    ),
 ]
 SCALARS = 16
 """Bytes of room for what comes in ones, such as the loss."""
@@ -282,7 +285,8 @@ async def test_a_heavy_chunk_behind_a_light_one_never_stops_a_step(
     case = chain_case(4, microbatches=12, batch=12, stages=stages)
     case = on_one_rank(case) if placement == "one rank" else replace(case, chunks=2)
     case = replace(case, placement="v" if placement == "v" else "loop")
-    heavy = (8 + 64 + 64 + 8) * 4 if "bfw" in hint else (8 + 64 + 8) * 4
+    splits = r.Config(microbatches=1, hint=hint).splits
+    heavy = (8 + 64 + 64 + 8) * 4 if splits else (8 + 64 + 8) * 4
     options = {"activation_budget_bytes": 6 * heavy, "stall_timeout_s": STALL_S, "hint": hint}
     case = replace(case, options=options, steps=case.steps * 2)
     assert_within(await run(case), 6, steps=slice(1, None))
