@@ -157,8 +157,12 @@ def _prepare_cuda(environment: MutableMapping[str, str]) -> None:
 
 
 def _worlds_before(launch: Launch, store: Any) -> int:
-    """How many worlds this process has made: every rank makes its worlds in the same order."""
-    made: int = store.add(f"rrfp/{launch.restart}/worlds/{launch.rank}", 1)
+    """How many worlds this process has made: every rank makes its worlds in the same order.
+
+    Counted for the process, not for the rank: a second process with a rank must be found out.
+    """
+    process = f"{launch.rank}/{socket.gethostname()}/{os.getpid()}"
+    made: int = store.add(f"rrfp/{launch.restart}/worlds/{process}", 1)
     return made - 1
 
 

@@ -57,7 +57,7 @@ def test_settings_that_differ_are_named_on_every_rank(launch: Launch) -> None:
     job = launch(3, Plan(config=CONFIG, config_of={"2": {"limit": 7, "hint": "fb"}}))
     for message in messages(job):
         assert "limit is 7 on rank 2 and auto on rank 0" in message
-        assert "hint is fb on rank 2 and bf on rank 0" in message
+        assert "hint is fb on rank 2 and auto on rank 0" in message
     assert_in_time(job)
 
 
