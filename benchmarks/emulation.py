@@ -88,8 +88,8 @@ class _Layer(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: nn.Parameter, emulated: Emulated
     ) -> torch.Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.emulated = emulated
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.emulated = weight, emulated
         ctx.store = rrfp_async.weight_grad_store()
         ctx.microbatch = round(x[0, 0].item())
         with emulated.taking("F", ctx.microbatch):
@@ -97,7 +97,8 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
+        weight = ctx.weight
         emulated, microbatch = ctx.emulated, ctx.microbatch
         for_x = for_weight = None
         if _is_wanted(ctx, 0):

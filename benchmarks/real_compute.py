@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rrfp_async
+from benchmarks.options import count
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # they are scripts
 
@@ -109,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks, or be one."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--ranks", type=count, default=2)
+    parser.add_argument("--steps", type=count, default=30)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(given)
     if dist.is_torchelastic_launched():

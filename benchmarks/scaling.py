@@ -31,6 +31,7 @@ from rich.table import Table
 
 import rrfp_async
 from benchmarks.emulation import Emulated, SleepingLayer, batch_of
+from benchmarks.options import counts
 from benchmarks.peers import SEED, WIDTH, loss_fn
 from rrfp_async.config import Config
 from rrfp_async.sim.cluster import VirtualCluster
@@ -160,19 +161,12 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def _counts(words: str) -> list[int]:
-    counts = [int(word) if word.isdecimal() else 0 for word in words.split(",")]
-    if min(counts) < 2:
-        raise argparse.ArgumentTypeError(f"{words!r}: give whole numbers of at least 2, as in 2,4")
-    return counts
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the processes, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--real", type=_counts, default=[2, 4, 8, 16], help="as in 2,4")
-    parser.add_argument("--microbatches", type=_counts, default=[16, 64, 256, 1024])
-    parser.add_argument("--virtual", type=_counts, default=[64, 512, 4096])
+    parser.add_argument("--real", type=counts(2), default=[2, 4, 8, 16], help="as in 2,4")
+    parser.add_argument("--microbatches", type=counts(2), default=[16, 64, 256, 1024])
+    parser.add_argument("--virtual", type=counts(2), default=[64, 512, 4096])
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -44,6 +44,7 @@ from rich.table import Table
 import rrfp_async
 from benchmarks.deepspeed_peer import DEEPSPEED, DeepSpeedPeer, unavailable
 from benchmarks.emulation import Emulated, SleepingLayer, Span, batch_of
+from benchmarks.options import among, count, counts
 from benchmarks.peers import (
     SEED,
     SYSTEMS,
@@ -359,34 +360,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line, checked."""
     names = [f"{system.name}:{system.hint}" for system in SYSTEMS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pp", type=_counts, default=[8], help="ranks, as in 4,8")
-    parser.add_argument("--microbatches", type=_counts, default=[16])
-    parser.add_argument("--profile", type=_among(PROFILES), default=["balanced"])
-    parser.add_argument("--jitter", type=_among(JITTERS), default=["J2"])
-    parser.add_argument("--steps", type=int, default=7, help="timed steps of each system")
-    parser.add_argument("--rows", type=int, default=2, help="samples of a microbatch, 64 B each")
-    parser.add_argument("--systems", type=_among(names), default=[], help=", ".join(names))
+    parser.add_argument("--pp", type=counts(), default=[8], help="ranks, as in 4,8")
+    parser.add_argument("--microbatches", type=counts(), default=[16])
+    parser.add_argument("--profile", type=among(PROFILES), default=["balanced"])
+    parser.add_argument("--jitter", type=among(JITTERS), default=["J2"])
+    parser.add_argument("--steps", type=count, default=7, help="timed steps of each system")
+    parser.add_argument("--rows", type=count, default=2, help="samples of a microbatch, 64 B each")
+    parser.add_argument("--systems", type=among(names), default=[], help=", ".join(names))
     parser.add_argument("--deepspeed", action="store_true", help="its 1F1B too, if installed")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
-
-
-def _counts(words: str) -> list[int]:
-    counts = [int(word) if word.isdecimal() else 0 for word in words.split(",")]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{words!r}: give whole numbers of at least 1, as in 4,8")
-    return counts
-
-
-def _among(known: Sequence[str] | dict[str, Any]) -> Any:
-    def read(words: str) -> list[str]:
-        for word in words.split(","):
-            if word not in known:
-                raise argparse.ArgumentTypeError(f"{word!r} is none of {', '.join(known)}")
-        return words.split(",")
-
-    return read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import rrfp_async as r
 from benchmarks import emulation
 from benchmarks.emulation import Emulated, SleepingLayer, Span, batch_of
 from benchmarks.peers import loss_fn
+from rrfp_async import WeightGradStore
 
 WIDTH, ROWS = 8, 3
 
@@ -110,8 +112,18 @@ def test_each_part_sleeps_as_long_as_it_is_told_and_is_noted_with_it(
 
 
 @pytest.mark.parametrize("hint", ["bf", "bfw"])
-async def test_our_backward_takes_each_half_once(hint: str) -> None:
-    """Two stages, three microbatches: F, I and W of each, and the unpartitioned model's bits."""
+async def test_our_backward_takes_each_half_once(
+    hint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F, I and W of each microbatch, W put off where the hint splits; the reference's bits."""
+    taken: list[bool] = []
+    put = WeightGradStore.put
+
+    def noting(self: WeightGradStore, *args: Any) -> bool:
+        taken.append(put(self, *args))
+        return taken[-1]
+
+    monkeypatch.setattr(WeightGradStore, "put", noting)
     microbatches = 3
     stages = [layer(0), layer(1)]
     reference = copy.deepcopy(stages)
@@ -126,7 +138,9 @@ async def test_our_backward_takes_each_half_once(hint: str) -> None:
         async with runtime:
             await runtime.train_step(batch, target=batch)
 
+    taken.clear()  # the reference's: nobody collects there
     await r.run_local(2, main)
+    assert taken == [hint == "bfw"] * 2 * microbatches
     for stage, twin in zip(stages, reference, strict=True):
         seen = [(span.kind, span.microbatch) for span in stage.emulated.spans]
         assert sorted(seen) == sorted((k, j) for k in "FIW" for j in range(microbatches))

@@ -90,7 +90,14 @@ def test_our_gradients_are_compared_to_the_last_bit_and_torchs_to_rounding() -> 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--pp", "0"), ("--profile", "llama"), ("--jitter", "J9"), ("--systems", "torch:Fast")],
+    [
+        ("--pp", "0"),
+        ("--steps", "0"),
+        ("--rows", "none"),
+        ("--profile", "llama"),
+        ("--jitter", "J9"),
+        ("--systems", "torch:Fast"),
+    ],
 )
 def test_what_is_not_known_is_named(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
