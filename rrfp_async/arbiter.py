@@ -25,6 +25,7 @@ class Reason(enum.Enum):
     FIXED_ORDER = "the fixed order's next task is not ready"
     BACKPRESSURE = "every ready task is a forward held back by the limit"
     NOTHING_READY = "no task is ready"
+    BESIDE = "it runs beside what computes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,18 @@ class Arbiter:
             self._coming.remove(task)
             self._ready.add(task)
             self._hint.add(task)
+
+    def drop(self, task: TaskId) -> None:
+        """Note that `task`, which is not ready, will not run; what it would free is free.
+
+        Raises:
+            ProtocolError: If it is not one that is to come.
+        """
+        if task not in self._coming:
+            raise ProtocolError(f"task {task} is dropped, but is not one that is to come")
+        self._coming.remove(task)
+        self._hint.drop(task)
+        self._backpressure.completed(task)
 
     @property
     def ready(self) -> frozenset[TaskId]:

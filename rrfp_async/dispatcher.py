@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -22,15 +23,16 @@ from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, Transfer
 from rrfp_async.executor import Executor
 from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.hints import make_order
-from rrfp_async.ids import Edge, Link, TaskId, TaskKind, TensorSpec
+from rrfp_async.ids import Link, TaskKind, TensorSpec
 from rrfp_async.limits import make_limit
 from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
+from rrfp_async.reduction import Reduction
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.kinds import deliver
 from rrfp_async.tasks.stage import Stage
-from rrfp_async.tasks.step import StepReport, StepRequest, stage_inputs, weighted
+from rrfp_async.tasks.step import StepReport, StepRequest, stage_inputs
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.writer import Trace
 from rrfp_async.world import Wires, World
@@ -86,6 +88,14 @@ class Dispatcher:
             changed=self._wake.set,
             broke=self._transfer_broke,
         )
+        self._reduction = Reduction(
+            topology,
+            world.rank,
+            stages,
+            device=world.device,
+            export=wires.transfer.export,
+            send=partial(self._outbox.put, at_once=True),
+        )
         self._executor = Executor(
             world=world,
             wires=wires,
@@ -97,6 +107,7 @@ class Dispatcher:
             session=session,
             journal=self._journal,
             trace=trace,
+            reduction=self._reduction,
             wake=self._wake,
             ahead=config.activation_budget_bytes is None,
         )
@@ -112,7 +123,7 @@ class Dispatcher:
         self._journal.begin_step()
         self._first_failure = None
         self._ending = False
-        self._session.open_step(training=request.training)
+        self._session.open_step(training=request.training, update=request.update)
         try:
             async with asyncio.TaskGroup() as group:
                 company = [group.create_task(self._read()), group.create_task(self._watch())]
@@ -128,6 +139,7 @@ class Dispatcher:
             self._transfers = None
             self._outbox.end_step()
             self._executor.end_step()
+            self._reduction.end_step()
             self._end_stages()
             self._ready_set.reset()
         if isinstance(failure, StepFailed | ValueError | DataExhausted):
@@ -172,8 +184,8 @@ class Dispatcher:
                 await self._executor.run_all(self._transfers, training=request.training)
             drained = clock()
         with self._part_of_step():
-            losses = await self._losses()
-            loss = await self._session.end(weighted(losses, sizes))
+            losses, own_loss = await self._losses()
+            loss = await self._session.end(own_loss)
         accounts.blocked_since(drained)
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (accounts.compute_s, accounts.blocking_s, accounts.coordination_s)
@@ -198,19 +210,24 @@ class Dispatcher:
             inputs = stage_inputs(stage, request, batch, arguments, sizes)
             stage.begin_step(replace(inputs, keep_outputs=True) if self._keep_outputs else inputs)
         split = [stage.index for stage in self._stages.values() if stage.splits]
-        tasks = self._ready_set.begin_step(len(sizes), backward=request.training, split=split)
-        self._arbiter.begin_step(tasks)
+        reduced = self._reduction.tasks() if request.update else {}
+        if request.update:
+            self._reduction.begin_step()
+        tasks = self._ready_set.begin_step(
+            len(sizes), backward=request.training, split=split, reduced=reduced
+        )
+        self._arbiter.begin_step([task for task in tasks if task.kind is not TaskKind.R])
         self._arbiter.add(self._ready_set.ready_now())
         held, self._held = self._held, deque()
         for source, header in held:
             self._handle(source, header)
 
-    async def _losses(self) -> list[float]:
+    async def _losses(self) -> tuple[list[float], float | None]:
         """The last stage's losses, read where their tensors are; nothing on other ranks."""
         for stage in self._stages.values():
             if stage.is_last:
                 return (await self._world.device.run(stage.losses)).value
-        return []
+        return [], None
 
     def _end_stages(self) -> None:
         for stage in reversed(list(self._stages.values())):  # of a module in two, the first
@@ -222,7 +239,7 @@ class Dispatcher:
         try:
             tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
             self._world.device.adopt(tensors)
-            self._deliver(header.edge, header.task, header.specs, tensors)
+            self._deliver(header, tensors)
         except BaseException as error:
             await self._transfer_broke(error)
             raise
@@ -233,15 +250,13 @@ class Dispatcher:
             await asyncio.sleep(_EXPLAIN_S)
         self._note_end(error)
 
-    def _deliver(
-        self,
-        edge: Edge,
-        task: TaskId,
-        specs: tuple[TensorSpec | None, ...],
-        tensors: list[torch.Tensor],
-    ) -> None:
-        """Take in what `task` of another rank sent over `edge`."""
-        deliver(self._stages, edge, task, specs, tensors)
+    def _deliver(self, header: Header, tensors: list[torch.Tensor]) -> None:
+        """Take in what a task of another rank sent."""
+        edge, task = header.edge, header.task
+        if task.kind is TaskKind.R:
+            self._reduction.deliver(edge, task, header.specs, tensors)
+            return
+        deliver(self._stages, task, header, tensors)
         forward = task.kind is TaskKind.F
         arrived = (
             self._ready_set.activation_arrived if forward else self._ready_set.gradient_arrived
@@ -292,17 +307,21 @@ class Dispatcher:
             self._on_header(source, message)
 
     def _on_header(self, source: int, header: Header) -> None:
-        edge, task = header.edge, header.task
-        expects = (
-            self._ready_set.expects_activation
-            if task.kind is TaskKind.F
-            else self._ready_set.expects_gradient
-        )
-        if header.link != Link(source, self._world.rank) or not expects(edge, task.microbatch):
+        if header.link != Link(source, self._world.rank) or not self._expects(header):
             raise ProtocolError(f"{header} from rank {source} has no place here")
         specs = [spec for spec in header.specs if spec is not None]
         if specs and header.payload is None:
             self._transfer_group().create_task(self._receive(header, specs))
         else:
             tensors = unpacked(header.payload or b"", specs)
-            self._deliver(edge, task, header.specs, tensors)
+            self._deliver(header, tensors)
+
+    def _expects(self, header: Header) -> bool:
+        """Whether something in this step waits for what the header announces."""
+        edge, microbatch = header.edge, header.task.microbatch
+        match header.task.kind:
+            case TaskKind.F:
+                return self._ready_set.expects_activation(edge, microbatch)
+            case TaskKind.R:
+                return self._reduction.expects(edge, microbatch)
+        return self._ready_set.expects_gradient(edge, microbatch)

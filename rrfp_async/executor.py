@@ -10,25 +10,27 @@ It does not know where arrivals come from, how a step begins or ends, or what a 
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from rrfp_async.accounts import Accounts
-from rrfp_async.arbiter import Arbiter, Decision
+from rrfp_async.arbiter import Arbiter, Decision, Reason
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.errors import StepFailed
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
+from rrfp_async.reduction import Reduction
 from rrfp_async.session import Session
 from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext, TaskCoroutine
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.step import most_kept
 from rrfp_async.trace.journal import Journal
-from rrfp_async.trace.records import DispatchRecord
+from rrfp_async.trace.records import DispatchRecord, VoidRecord
 from rrfp_async.trace.writer import Trace
 from rrfp_async.world import Wires, World
 
@@ -56,6 +58,7 @@ class Executor:
         session: Session,
         journal: Journal,
         trace: Trace,
+        reduction: Reduction,
         wake: asyncio.Event,
         ahead: bool,
     ) -> None:
@@ -74,6 +77,7 @@ class Executor:
         self._session = session
         self._journal = journal
         self._trace = trace
+        self._reduction = reduction
         self._wake = wake
         self._ahead = ahead and self._device.takes_back
         self._given: dict[TaskId, TaskCoroutine] = {}
@@ -106,6 +110,7 @@ class Executor:
         Raises:
             StepFailed: If a task fails.
         """
+        self._beside = group
         self.accounts.begin_tasks()
         while self._ready_set.remaining:
             if self._world.settle is not None:
@@ -117,7 +122,7 @@ class Executor:
             elif self._ahead and training:
                 await self._run_ahead(decision, decision.task)
             else:
-                await self._run_alone(group, decision, decision.task)
+                await self._run_alone(decision, decision.task)
         while self._given:
             await self._wait()
             self._check()
@@ -125,15 +130,16 @@ class Executor:
 
     # -- one after the other -------------------------------------------------------------------
 
-    async def _run_alone(self, group: asyncio.TaskGroup, decision: Decision, task: TaskId) -> None:
+    async def _run_alone(self, decision: Decision, task: TaskId) -> None:
         """Run a task to its end, or to its launch."""
         self._commit(decision, task, self.accounts.idle_s())
         outcome = await self._run(task)
+        self._settle(task)
         if outcome.computed.finish is None:
             self._leave(task, outcome, outcome.computed.finished_s)
         else:  # what comes next here may be launched behind it, headers must wait
             self.accounts.launched()
-            group.create_task(self._leave_later(task, outcome, outcome.computed.finish))
+            self._beside.create_task(self._leave_later(task, outcome, outcome.computed.finish))
         self._complete(task)
 
     async def _leave_later(
@@ -203,6 +209,7 @@ class Executor:
             except StopIteration as ended:
                 del self._given[task]
                 self.accounts.finished()
+                self._settle(task)
                 self._leave(task, ended.value, ended.value.computed.finished_s)
                 self._commit_next()
                 self._wake.set()
@@ -226,7 +233,7 @@ class Executor:
         self._arbiter.commit(decision)
         self._journal.note("dispatched", task)
         record = DispatchRecord(self._session.steps_done, self._world.rank, decision, waited_s)
-        self._trace.dispatch(record)
+        self._trace.write(record)
 
     def _complete(self, task: TaskId) -> None:
         """What waits for `task` on this rank may run: on its device it comes after it."""
@@ -237,8 +244,49 @@ class Executor:
                 ready += self._ready_set.activation_arrived(edge, task.microbatch)
         elif task.kind in (TaskKind.B, TaskKind.I):
             for edge in filter(self._topology.is_local, self._topology.in_edges(task.stage)):
-                ready += self._ready_set.gradient_arrived(edge, task.microbatch)
-        self._arbiter.add(ready)
+                if self._ready_set.expects_gradient(edge, task.microbatch):  # else none is wanted
+                    ready += self._ready_set.gradient_arrived(edge, task.microbatch)
+        self._add(ready)
+
+    def _add(self, ready: Iterable[TaskId]) -> None:
+        """Let the arbiter choose among what is ready; a reduction starts at once, beside that."""
+        for task in ready:
+            if task.kind is TaskKind.R:
+                self._beside.create_task(self._reduce(task))
+            else:
+                self._arbiter.add((task,))
+
+    async def _reduce(self, task: TaskId) -> None:
+        with self._failing_the_step():
+            decision = Decision(task, None, len(self._arbiter.ready), (), Reason.BESIDE)
+            step, rank = self._session.steps_done, self._world.rank
+            self._trace.write(DispatchRecord(step, rank, decision, 0.0))
+            self._journal.note("dispatched", task)
+            try:
+                await self._reduction.run(task)
+            except Exception as error:
+                raise self._task_failed(error, task) from error
+            self._journal.note("completed", task)
+            self._add(self._ready_set.completed(task))
+            self._wake.set()
+
+    def _settle(self, task: TaskId) -> None:
+        """A forward has run: wait for no gradient that it does not want, run no empty backward."""
+        stage, microbatch = self._stages[task.stage], task.microbatch
+        if task.kind is not TaskKind.F or stage.wants_gradient(microbatch):
+            return
+        if stage.is_settled(microbatch):
+            self._drop_backward(task)
+        for edge in self._topology.out_edges(task.stage):
+            self._add(self._ready_set.gradient_arrived(edge, microbatch))
+
+    def _drop_backward(self, forward: TaskId) -> None:
+        """Nothing depends on a parameter, below or here: there is nothing to differentiate."""
+        for kind in (TaskKind.B, TaskKind.I, TaskKind.W):
+            task = replace(forward, kind=kind)
+            if self._ready_set.void(task):
+                self._arbiter.drop(task)
+                self._trace.write(VoidRecord(self._session.steps_done, self._world.rank, task))
 
     def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
         """The task has left the device: count its time there, and send what it made."""

@@ -91,3 +91,25 @@ class TensorSpec:
     shape: tuple[int, ...]
     dtype: str
     requires_grad: bool = False
+
+
+Plain = bool | int | float | str | bytes | None
+"""What travels beside tensors, as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the arguments that an edge brings are put together from its tensors.
+
+    Attributes:
+        structure: The tree of the arguments, as torch's pytree writes it. None: the tensors are
+            the arguments.
+        plain: The leaves of the tree that are no tensors, each with its place among all leaves.
+    """
+
+    structure: str | None = None
+    plain: tuple[tuple[int, Plain], ...] = ()
+
+
+TENSORS_ONLY = Layout()
+"""The tensors are the arguments."""

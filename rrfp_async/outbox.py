@@ -106,17 +106,18 @@ class Outbox:
 
     def _send(self, group: asyncio.TaskGroup, task: TaskId, outgoing: Outgoing) -> None:
         """Send the header, then start the transfer: the receiver posts once it has the header."""
-        topology, forward = self._topology, task.kind is TaskKind.F
-        route = topology.activation_link if forward else topology.gradient_link
+        topology, along = self._topology, task.stage == outgoing.edge.source
+        route = topology.activation_link if along else topology.gradient_link
         link = route(outgoing.edge)
         number, sequence = self._session.steps_done, self._sequences[link]
         packs = self._training and outgoing.tensors  # in evaluation open sends are the bound
         payload = self._wires.transfer.pack(outgoing.tensors) if packs else None
-        header = Header(number, link, sequence, outgoing.edge, task, outgoing.specs, payload)
+        what = (outgoing.edge, task, outgoing.specs, payload, outgoing.layout)
+        header = Header(number, link, sequence, *what)
         self._wires.bus.send_nowait(link.target, header)
         if outgoing.tensors and payload is None:
             self._sequences[link] += 1
-            if forward:
+            if task.kind is TaskKind.F:
                 self._backpressure.send_opened()
             group.create_task(self._transfer(header, outgoing))
 

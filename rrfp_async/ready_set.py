@@ -5,8 +5,9 @@ ready. What the needs carry (tensors) and which ready task runs next are not kno
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from rrfp_async.errors import ProtocolError
 from rrfp_async.ids import Edge, TaskId, TaskKind
@@ -33,11 +34,14 @@ Need = Activation | Gradient | TaskId
 """What a task can wait for: an arrival, or a task of the same rank."""
 
 
+_NOT_REDUCED: Mapping[TaskId, Sequence[int]] = MappingProxyType({})
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """What the tasks of steps of one kind need, and who needs what. Read, never changed."""
 
-    key: tuple[int, bool, frozenset[int]]
+    key: tuple[object, ...]
     needs: dict[TaskId, set[Need]]
     waiting: dict[Need, list[TaskId]]
 
@@ -58,14 +62,24 @@ class ReadySet:
         self._deterministic = deterministic
         self._missing: dict[TaskId, set[Need]] = {}
         self._waiting: dict[Need, list[TaskId]] = {}
+        self._void: set[TaskId] = set()
         self._plan: _Plan | None = None
 
     def begin_step(
-        self, microbatches: int, *, backward: bool, split: Collection[int] = ()
+        self,
+        microbatches: int,
+        *,
+        backward: bool,
+        split: Collection[int] = (),
+        reduced: Mapping[TaskId, Sequence[int]] = _NOT_REDUCED,
     ) -> tuple[TaskId, ...]:
         """Set up a step of `microbatches` forwards, and as many backwards if `backward`.
 
-        The stages in `split` have two tasks, I and W, for each of these.
+        Args:
+            microbatches: Of the step.
+            backward: Whether it trains.
+            split: The stages that have two tasks, I and W, for each backward.
+            reduced: Reductions at its end, each with the stages whose gradients must be complete.
 
         Returns:
             Every task of the step on this rank. The ones with no needs are ready: ask `ready_now`.
@@ -75,12 +89,15 @@ class ReadySet:
         """
         if self._missing:
             raise ProtocolError(f"a step began while {self.summary()}")
-        key = (microbatches, backward, frozenset(split))
+        key = (microbatches, backward, frozenset(split), tuple(reduced.items()))
         if self._plan is None or self._plan.key != key:  # mostly steps are alike
             needs = self._needs(microbatches, backward=backward, split=split)
+            for task, stages in reduced.items():
+                needs[task] = {last for last in needs if _accumulates(last, stages, split)}
             self._plan = _Plan(key, needs, _inverted(needs))
         self._missing = {task: set(needs) for task, needs in self._plan.needs.items()}
         self._waiting = dict(self._plan.waiting)
+        self._void.clear()
         return tuple(self._missing)
 
     def ready_now(self) -> list[TaskId]:
@@ -112,6 +129,17 @@ class ReadySet:
         del self._missing[task]
         return self._meet(task) if task in self._waiting else []
 
+    def void(self, task: TaskId) -> bool:
+        """Note that `task` need not run: once it has all it needs it counts as completed.
+
+        Returns:
+            Whether it is so: False if it is none of the step's, or was ready before.
+        """
+        if not self._missing.get(task):
+            return False
+        self._void.add(task)
+        return True
+
     def expects_activation(self, edge: Edge, microbatch: int) -> bool:
         """Whether a task of this step still waits for that activation."""
         return Activation(edge, microbatch) in self._waiting
@@ -141,6 +169,7 @@ class ReadySet:
         """Forget a step that failed."""
         self._missing.clear()
         self._waiting.clear()
+        self._void.clear()
 
     def _needs(
         self, microbatches: int, *, backward: bool, split: Collection[int]
@@ -183,16 +212,25 @@ class ReadySet:
         return {TaskId(task.stage, task.kind, task.microbatch - 1)}
 
     def _meet(self, need: Need) -> list[TaskId]:
-        tasks = self._waiting.pop(need, None)
-        if tasks is None:
+        if need not in self._waiting:
             raise ProtocolError(f"{need} came twice or belongs to no task of this step")
-        ready = []
-        for task in tasks:
-            missing = self._missing[task]
-            missing.remove(need)
-            if not missing:
-                ready.append(task)
+        ready, met = [], [need]
+        for one in met:  # it grows: what need not run meets a need by having all it needs
+            for task in self._waiting.pop(one, ()):
+                missing = self._missing[task]
+                missing.remove(one)
+                if not missing and task in self._void:
+                    del self._missing[task]
+                    met.append(task)
+                elif not missing:
+                    ready.append(task)
         return ready
+
+
+def _accumulates(task: TaskId, stages: Collection[int], split: Collection[int]) -> bool:
+    """Whether `task` adds to the gradients of one of `stages`."""
+    kind = TaskKind.W if task.stage in split else TaskKind.B
+    return task.kind is kind and task.stage in stages
 
 
 def _inverted(needs: Mapping[TaskId, set[Need]]) -> dict[Need, list[TaskId]]:

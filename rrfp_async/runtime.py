@@ -25,7 +25,7 @@ from rrfp_async.gpu.completion import WaitingThread
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Batch
 from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages
-from rrfp_async.tasks.stage import LossFn
+from rrfp_async.tasks.loss import Loss, LossFn, Reduction, check_reduction
 from rrfp_async.tasks.step import StepReport, StepRequest
 from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import World
@@ -39,8 +39,8 @@ class StepResult:
     """What a step came to, seen from one rank.
 
     Attributes:
-        loss: The batch's loss, the sample-weighted mean of `losses`; the same float on every
-            rank. None after an evaluation without a target.
+        loss: The batch's loss, put together from `losses` as `loss_reduction` says; the same
+            float on every rank. None after an evaluation without a target.
         losses: The loss of each microbatch, on the rank of the last stage; else empty.
         outputs: The last stage's output for each microbatch, detached, on its device, on the rank
             of the last stage; else empty.
@@ -73,8 +73,12 @@ class Runtime:
         stages: This rank's stage module, or a list of its stage modules, lowest stage first.
         world: This rank's world, from `local_world` or `torchrun_world`.
         config: The settings, equal on every rank.
-        loss_fn: `loss_fn(output, target)` -> scalar tensor, the mean over the microbatch's
-            samples. Needed for training on the rank of the last stage; ignored elsewhere.
+        loss_fn: `loss_fn(output, target)` -> scalar tensor. It gets outputs of half precision as
+            float32. Needed for training on the rank of the last stage; ignored elsewhere.
+        loss_reduction: What the batch's loss is. `"mean"`: `loss_fn` is the mean over a
+            microbatch's samples, and the batch's the mean over all. `"sum"`: the sum of the
+            microbatches'. A function: `loss_fn` is the mean over what that counts in a
+            microbatch's target, `TokenMean(ignore_index)` for one.
         optimizer: An optimizer over parameters of this rank's stages, or a function that makes
             one from their list. Without it, gradients are left for the caller.
         data: An iterator of (inputs, target) for `train_step()` without arguments, on the ranks
@@ -96,16 +100,18 @@ class Runtime:
         world: World,
         config: Config,
         loss_fn: LossFn | None = None,
+        loss_reduction: Reduction = "mean",
         optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
         data: Iterable[tuple[Any, Any]] | None = None,
     ) -> None:
+        check_reduction(loss_reduction)
         self._world = world
         self._config = config
         self._stages = build_stages(
             stages,
             world.topology,
             world.rank,
-            loss_fn,
+            None if loss_fn is None else Loss(loss_fn, loss_reduction),
             split=config.splits,
             insist=config.insists_on_split,
             count_bytes=config.activation_budget_bytes is not None,
@@ -231,7 +237,7 @@ class Runtime:
             get = partial(self._next_batch, self._data)
         else:
             get = partial(self._whole, self._checked(args, kwargs, target, training=True))
-        request = StepRequest(True, self._gradients_used, get)
+        request = StepRequest(True, update, self._gradients_used, get)
         report = await self._open().run_step(request)
         self._gradients_used = update
         if update:
@@ -253,7 +259,7 @@ class Runtime:
             )
         begun = self._world.clock()
         get = partial(self._whole, self._checked(args, kwargs, target, training=False))
-        report = await self._open().run_step(StepRequest(False, False, get))
+        report = await self._open().run_step(StepRequest(False, False, False, get))
         return _result(report, self._world.clock() - begun)
 
     def _checked(
@@ -368,6 +374,7 @@ def _settings(config: Config, world: World) -> tuple[tuple[str, str], ...]:
         ("stages", str(topology.num_stages)),
         ("placement", _shortened(" ".join(map(str, owners)))),
         ("edges", _shortened(" ".join(map(str, topology.graph)))),
+        ("tied", _shortened("; ".join(map(str, topology.tied_parameters)))),
         *config.agreed(),
     )
 

@@ -84,10 +84,11 @@ class Session:
 
     # -- the course of a step ------------------------------------------------------------------
 
-    def open_step(self, *, training: bool) -> None:
+    def open_step(self, *, training: bool, update: bool) -> None:
         """This rank is ready for its next step, of that mode."""
         loop = asyncio.get_running_loop()
         self._training = training
+        self._update = update
         self._announced: asyncio.Future[StepBegin] = loop.create_future()
         self._ended: asyncio.Future[StepEnd] = loop.create_future()
         self._done: dict[int, float | None] = {}
@@ -113,7 +114,7 @@ class Session:
             return (await self._announced).sizes
         if self._world_size > 1:
             await self._all_greeted.wait()
-        self._tell_all(StepBegin(self.steps_done, self._training, sizes))
+        self._tell_all(StepBegin(self.steps_done, self._training, self._update, sizes))
         return sizes
 
     async def end(self, loss: float | None) -> float | None:
@@ -233,6 +234,11 @@ class Session:
             raise ProtocolError(
                 f"rank {self._rank} called {called} for step {message.step}, rank {source} the "
                 f"other one: call the same on every rank"
+            )
+        if message.update != self._update:
+            raise ProtocolError(
+                f"rank {self._rank} called train_step(update={self._update}) for step "
+                f"{message.step}, rank {source} the other one: give the same on every rank"
             )
         _settle(self._announced, message)
 

@@ -3,7 +3,7 @@
 Arithmetic only: no process group, no device, no module is known here.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rrfp_async.ids import Edge, Link
@@ -46,6 +46,53 @@ def _placed(placement: object, pp: int, chunks: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class TiedParameter:
+    """One parameter of the model that several stages hold a copy of.
+
+    Attributes:
+        owners: Each stage that has it, ascending, and its name in that stage's module.
+    """
+
+    owners: tuple[tuple[int, str], ...]
+
+    @property
+    def home(self) -> int:
+        """The stage where the gradients of all copies are summed: the lowest."""
+        return self.owners[0][0]
+
+    def __str__(self) -> str:
+        return " = ".join(f"{stage}:{name}" for stage, name in self.owners)
+
+
+def _tied(given: object, stages: int) -> tuple[TiedParameter, ...]:
+    listed = tuple(given) if isinstance(given, tuple | list) else (given,)
+    tied = []
+    for entry in listed:
+        owners = entry.owners if isinstance(entry, TiedParameter) else None
+        if isinstance(entry, Mapping):
+            owners = tuple(sorted(entry.items()))
+        if (
+            not owners
+            or len(owners) < 2
+            or not all(type(s) is int and 0 <= s < stages and type(n) is str for s, n in owners)
+        ):
+            raise ValueError(
+                f"tied={entry!r} must give at least two of the stages 0..{stages - 1}, each with "
+                f"the parameter's name in its module, such as {{0: 'embedding.weight', "
+                f"{stages - 1}: 'head.weight'}}"
+            )
+        tied.append(TiedParameter(owners))
+    held = [owner for entry in tied for owner in entry.owners]
+    twice = next((owner for owner in held if held.count(owner) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"tied lists parameter {twice[1]!r} of stage {twice[0]} twice: list all copies of a "
+            f"parameter together"
+        )
+    return tuple(tied)
+
+
+@dataclass(frozen=True, slots=True)
 class Topology:
     """A pipeline of `pp` ranks with `chunks` stages each; a chain unless `edges` say otherwise.
 
@@ -57,6 +104,9 @@ class Topology:
         edges: The stage graph. None stands for the chain 0 -> 1 -> ... and is replaced by it.
         chunks: Model chunks (stages) per rank.
         placement: `"loop"`, `"v"` (as ZBV and DualPipeV place theirs), or the rank of every stage.
+        tied: Parameters that stages share, each as a mapping from stage to the parameter's name in
+            that stage's module: `[{0: "embedding.weight", 3: "head.weight"}]`. Their gradients
+            are summed over the owners before an update, so equal copies stay equal.
 
     Raises:
         ValueError: If `pp` or `chunks` is below 1, the placement is not one, an edge leaves the
@@ -67,6 +117,7 @@ class Topology:
     edges: tuple[Edge, ...] | None = None
     chunks: int = 1
     placement: str | Sequence[int] = "loop"
+    tied: Sequence[TiedParameter | Mapping[int, str]] = ()
     _ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _stages: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _in: dict[int, tuple[Edge, ...]] = field(init=False, repr=False, compare=False)
@@ -93,6 +144,7 @@ class Topology:
         self._set("_out", _grouped(self.graph, self.num_stages, lambda edge: edge.source))
         self._check_ends()
         self._set("_after", self._count_after())
+        self._set("tied", _tied(self.tied, self.num_stages))
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -175,10 +227,26 @@ class Topology:
         """Whether `stage` takes the step's inputs."""
         return not self.in_edges(stage)
 
+    @property
+    def tied_parameters(self) -> tuple[TiedParameter, ...]:
+        """`tied`, as it was understood."""
+        return self.tied  # type: ignore[return-value] # checked and replaced at the start
+
+    def tied_edges(self) -> tuple[Edge, ...]:
+        """From each rank that holds a copy of a tied parameter to its home: lowest stages there."""
+        edges = []
+        for tied in self.tied_parameters:
+            lowest: dict[int, int] = {}
+            for stage, _ in tied.owners:
+                lowest.setdefault(self.rank_of(stage), stage)
+            edges += [Edge(stage, tied.home) for stage in lowest.values() if stage != tied.home]
+        return tuple(dict.fromkeys(edges))
+
     def links(self) -> tuple[Link, ...]:
         """Every link between different ranks, in an order that is the same on every rank."""
-        both = [self.activation_link(edge) for edge in self.graph]
-        both += [self.gradient_link(edge) for edge in self.graph]
+        edges = (*self.graph, *self.tied_edges())
+        both = [self.activation_link(edge) for edge in edges]
+        both += [self.gradient_link(edge) for edge in edges]
         return tuple(dict.fromkeys(link for link in both if link.source != link.target))
 
     def activation_link(self, edge: Edge) -> Link:

@@ -24,9 +24,9 @@ from rrfp_async.bus.messages import (
     StepEnd,
 )
 from rrfp_async.errors import CodecError
-from rrfp_async.ids import Edge, Link, TaskId, TaskKind, TensorSpec
+from rrfp_async.ids import Edge, Layout, Link, Plain, TaskId, TaskKind, TensorSpec
 
-VERSION = 2
+VERSION = 3
 """Version of the wire format; frames of another are refused."""
 
 FRAME_MOST_BYTES = 1 << 20
@@ -129,10 +129,27 @@ def _spec(value: Any) -> TensorSpec:
     return TensorSpec(_list_of(_count)(value[0]), _text(value[1]), _bool(value[2]))
 
 
+def _plain_value(value: Any) -> Plain:
+    if value is not None and type(value) not in (bool, int, float, str, bytes):
+        raise _refuse("a plain value", value)
+    plain: Plain = value
+    return plain
+
+
+def _leaf(value: Any) -> tuple[int, Plain]:
+    place, plain = _pair(value)
+    return _count(place), _plain_value(plain)
+
+
+def _layout(value: Any) -> Layout:
+    structure, plain = _pair(value)
+    return Layout(_optional(_text)(structure), _list_of(_leaf)(plain))
+
+
 _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyType(
     {
         Hello: {"settings": _list_of(_setting)},
-        StepBegin: {"step": _count, "training": _bool, "sizes": _list_of(_count)},
+        StepBegin: {"step": _count, "training": _bool, "update": _bool, "sizes": _list_of(_count)},
         Header: {
             "step": _count,
             "link": _link,
@@ -141,6 +158,7 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
             "task": _task,
             "specs": _list_of(_optional(_spec)),
             "payload": _optional(_bytes),
+            "layout": _layout,
         },
         RankDone: {"step": _count, "loss": _optional(_float)},
         StepEnd: {"step": _count, "loss": _optional(_float)},
@@ -182,6 +200,7 @@ _PLAIN: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
         Edge: lambda edge: (edge.source, edge.target),
         Link: lambda link: (link.source, link.target),
         TensorSpec: lambda spec: (spec.shape, spec.dtype, spec.requires_grad),
+        Layout: lambda layout: (layout.structure, layout.plain),  # whole, or it is another
         tuple: _plain_list,
         str: _plain_text,
     }

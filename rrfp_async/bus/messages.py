@@ -6,7 +6,7 @@ to it the dispatcher's.
 
 from dataclasses import dataclass
 
-from rrfp_async.ids import Edge, Link, TaskId, TensorSpec
+from rrfp_async.ids import TENSORS_ONLY, Edge, Layout, Link, TaskId, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,11 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepBegin:
-    """The first rank announces a step: its mode and the samples of each microbatch."""
+    """The first rank announces a step: its mode, whether it updates, each microbatch's samples."""
 
     step: int
     training: bool
+    update: bool
     sizes: tuple[int, ...]
 
 
@@ -37,6 +38,7 @@ class Header:
         task: The task that made it: a forward's result is an activation, else a gradient.
         specs: One spec per tensor; None where a gradient does not exist.
         payload: The tensors' bytes, one after another; None if they follow as a transfer.
+        layout: What arguments an activation's tensors are part of.
     """
 
     step: int
@@ -46,6 +48,7 @@ class Header:
     task: TaskId
     specs: tuple[TensorSpec | None, ...]
     payload: bytes | None = None
+    layout: Layout = TENSORS_ONLY
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,12 @@ class HintOrder(ABC):
     def commit(self, task: TaskId) -> None:
         """Note that `task` was dispatched; it is not ready any more."""
 
+    def drop(self, task: TaskId) -> None:  # noqa: B027 - an order may not care
+        """Note that `task`, one of the step's that is not ready, will not run.
+
+        So it is with the backward of a microbatch for which nothing has a gradient.
+        """
+
     def position(self, task: TaskId) -> int | None:  # noqa: ARG002 - a default
         """The task's place in the step's list, from 0, where the order is a list; else None."""
         return None

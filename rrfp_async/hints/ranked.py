@@ -64,12 +64,12 @@ class RankedQueue:
         return None if best == self._end else self._tasks[best]
 
     def remove(self, task: TaskId) -> None:
-        """Take `task` off the list: it was dispatched."""
+        """Take `task` off the list: it was dispatched, or is not ready and will not run."""
         place = self._position[task]
         self._left[place] = True
         before, after = self._previous[place], self._next[place]
         self._next[before], self._previous[after] = after, before
-        if task.kind is TaskKind.F:
+        if task.kind is TaskKind.F:  # those always run
             same_microbatch = self._forwards_of[task.microbatch]
             same_microbatch.remove(place)
             if not same_microbatch:
@@ -129,6 +129,10 @@ class RankedHint(HintOrder):
 
     def commit(self, task: TaskId) -> None:
         """Take `task` out."""
+        self._queue.remove(task)
+
+    def drop(self, task: TaskId) -> None:
+        """Take `task` out: it will not run."""
         self._queue.remove(task)
 
     def position(self, task: TaskId) -> int | None:

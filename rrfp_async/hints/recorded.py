@@ -22,6 +22,7 @@ _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND
 _LOG = re.compile(r"rank\d+\.jsonl")
 _LOG_SCHEMA = 1
 """The version of the records that can be replayed; trace/records.py writes it."""
+_TASK_EVENTS = ("dispatch", "void")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 Orders = Sequence[Sequence[TaskId]]
@@ -197,7 +198,7 @@ def _dispatches(path: Path) -> Iterable[tuple[int, TaskId]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-            if record["event"] != "dispatch" or record["task"] is None:
+            if record["event"] not in _TASK_EVENTS or record["task"] is None:
                 continue
             known = record["schema"] == _LOG_SCHEMA
             step, task = int(record["step"]), TaskId.parse(record["task"])
@@ -210,7 +211,8 @@ def _dispatches(path: Path) -> Iterable[tuple[int, TaskId]]:
                 f"{path}, line {number} has schema {record['schema']!r}, only {_LOG_SCHEMA} can be "
                 f"replayed: record the run again with this release"
             )
-        yield step, task
+        if task.kind is not TaskKind.R:  # it runs beside the list
+            yield step, task
 
 
 def _parsed(source: str, rows: Sequence[Sequence[str]]) -> Orders:

@@ -58,6 +58,10 @@ class RoundHint(HintOrder):
         else:
             self._forward_turn = task.kind is not TaskKind.F
 
+    def drop(self, task: TaskId) -> None:
+        """Take `task` out; the turn stays where it is."""
+        self._queue_of(task).remove(task)
+
     def ahead_of(self, task: TaskId | None, most: int) -> list[TaskId]:
         """What the round would rather have run."""
         ahead: list[TaskId] = []

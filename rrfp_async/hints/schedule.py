@@ -166,6 +166,10 @@ class ListedOrder(HintOrder):
         """Take `task` off the list."""
         self._queue.remove(task)
 
+    def drop(self, task: TaskId) -> None:
+        """Take `task` off the list: it will not run."""
+        self._queue.remove(task)
+
     def position(self, task: TaskId) -> int | None:
         """The task's place in the list."""
         return self._queue.position(task)

@@ -7,6 +7,7 @@ cost; a tensor is one number, its own delay, so the transfer knows how long it i
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -16,7 +17,7 @@ from rrfp_async.gpu.loopback import LoopbackFabric, LoopbackTransfer
 from rrfp_async.gpu.transfer import spec_of
 from rrfp_async.ids import Edge, Link, TaskId
 from rrfp_async.sim.costs import Costs
-from rrfp_async.tasks.boundary import Export, Outgoing
+from rrfp_async.tasks.boundary import Activation, Export, Outgoing
 from rrfp_async.tasks.stage import Stage, StageInputs
 from rrfp_async.topology import Topology
 
@@ -27,11 +28,11 @@ class CostModelStage(Stage):
     """A stage without a module: what its tasks send is the delay of the sending."""
 
     def __init__(self, index: int, topology: Topology, costs: Costs, *, split: bool) -> None:
-        super().__init__(index, torch.nn.Identity(), topology, None)
+        super().__init__(index, torch.nn.Identity(), topology)
         self._split = split
         self._activations = torch.tensor(costs.activation_delay_s[index], dtype=torch.float64)
         self._gradients = torch.tensor(costs.gradient_delay_s[index], dtype=torch.float64)
-        self._spec = spec_of(self._activations[0])
+        self._spec = replace(spec_of(self._activations[0]), requires_grad=True)
 
     @property
     def splits(self) -> bool:
@@ -44,7 +45,7 @@ class CostModelStage(Stage):
     def forward(
         self,
         microbatch: int,
-        activations: list[list[torch.Tensor]],  # noqa: ARG002 - nothing is computed
+        activations: list[Activation],  # noqa: ARG002 - nothing is computed
         export: Export,  # noqa: ARG002
     ) -> tuple[Outgoing, ...]:
         """Send something along every edge."""

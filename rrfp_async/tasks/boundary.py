@@ -11,7 +11,8 @@ import torch
 
 from rrfp_async.errors import TransferError
 from rrfp_async.gpu.transfer import spec_of
-from rrfp_async.ids import Edge, TaskId, TensorSpec
+from rrfp_async.ids import TENSORS_ONLY, Edge, Layout, TaskId, TensorSpec
+from rrfp_async.tasks.layout import assembled
 
 Export = Callable[[torch.Tensor], torch.Tensor]
 """Makes a tensor sendable."""
@@ -26,20 +27,26 @@ class Outgoing:
         specs: One per tensor of the edge; None where there is no gradient.
         tensors: The tensors themselves, one per spec that is not None.
         versions: Their version counters when the task ended.
+        layout: The arguments that an activation's tensors are part of.
     """
 
     edge: Edge
     specs: tuple[TensorSpec | None, ...]
     tensors: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
+    layout: Layout = TENSORS_ONLY
 
     @classmethod
     def of(
-        cls, edge: Edge, specs: Iterable[TensorSpec | None], tensors: Iterable[torch.Tensor]
+        cls,
+        edge: Edge,
+        specs: Iterable[TensorSpec | None],
+        tensors: Iterable[torch.Tensor],
+        layout: Layout = TENSORS_ONLY,
     ) -> "Outgoing":
         """What goes over `edge`, as it is now."""
         sent = tuple(tensors)
-        return cls(edge, tuple(specs), sent, tuple(tensor._version for tensor in sent))
+        return cls(edge, tuple(specs), sent, tuple(tensor._version for tensor in sent), layout)
 
     def check_unchanged(self, task: TaskId) -> None:
         """Refuse tensors that were written to after `task` made them.
@@ -52,6 +59,23 @@ class Outgoing:
                 f"stage {task.stage} changed a tensor of {task} in place while it was being sent: "
                 f"return a tensor that later microbatches do not write to"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """What came along an edge for one microbatch: leaf tensors, and the arguments they make."""
+
+    tensors: list[torch.Tensor]
+    layout: Layout = TENSORS_ONLY
+
+    def arguments(self) -> tuple[Any, ...]:
+        """What the stage's module is called with."""
+        return assembled(self.layout, [writable(tensor) for tensor in self.tensors])
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether any gradient is to go back."""
+        return any(tensor.requires_grad for tensor in self.tensors)
 
 
 def outgoing_gradients(

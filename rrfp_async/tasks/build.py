@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from rrfp_async.tasks.stage import LossFn, Stage
+from rrfp_async.tasks.loss import Loss
+from rrfp_async.tasks.stage import Stage
 from rrfp_async.topology import Topology
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -19,7 +20,7 @@ def build_stages(
     stages: torch.nn.Module | Sequence[torch.nn.Module],
     topology: Topology,
     rank: int,
-    loss_fn: LossFn | None,
+    loss: Loss | None,
     *,
     split: bool = False,
     insist: bool = True,
@@ -54,31 +55,51 @@ def build_stages(
             index,
             module,
             topology,
-            loss_fn,
+            loss if index == topology.last_stage else None,
             split=split,
             insist=insist,
             count_bytes=count_bytes,
         )
         for index, module in zip(owned, modules, strict=True)
     }
-    _check_shared(built, rank)
+    _check_tied(built, topology)
+    _share(built, topology, rank)
     for stage in built.values():
         _check_reserved(stage)
         stage.warn_if_whole()
     return built
 
 
-def _check_shared(stages: dict[int, Stage], rank: int) -> None:
-    """Refuse stages of one rank that share a parameter: in which order would they add to it?"""
-    owners: dict[int, int] = {}
-    for index, stage in stages.items():
-        for name, parameter in stage.module.named_parameters():
-            owner = owners.setdefault(id(parameter), index)
-            if owner != index:
+def _check_tied(stages: dict[int, Stage], topology: Topology) -> None:
+    """Refuse a tied parameter that its stage does not have."""
+    for tied in topology.tied_parameters:
+        for index, name in tied.owners:
+            if index in stages and name not in dict(stages[index].module.named_parameters()):
                 raise ValueError(
-                    f"stages {owner} and {index} of rank {rank} share the parameter {name!r}, and "
-                    f"weights tied between stages are not supported: give each stage its own"
+                    f"tied parameter {name!r} is none of stage {index}: name it as "
+                    f"module.named_parameters() does"
                 )
+
+
+def _share(stages: dict[int, Stage], topology: Topology, rank: int) -> None:
+    """Where stages of one rank share a parameter, let all but the first use a stand-in.
+
+    Only if it is tied: else, in which order would they add to it?
+    """
+    tied = {owner: entry for entry in topology.tied_parameters for owner in entry.owners}
+    owners: dict[int, tuple[int, str]] = {}
+    for index, stage in stages.items():
+        for name, parameter in list(stage.module.named_parameters()):
+            first = owners.setdefault(id(parameter), (index, name))
+            if first == (index, name):
+                continue
+            if first not in tied or tied[first] is not tied.get((index, name)):
+                raise ValueError(
+                    f"stages {first[0]} and {index} of rank {rank} share the parameter {name!r}: "
+                    f"say so with Topology(tied=[{{{first[0]}: {first[1]!r}, {index}: {name!r}}}]),"
+                    f" or give each stage its own"
+                )
+            stage.stand_in(parameter)
 
 
 def _check_reserved(stage: Stage) -> None:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from rrfp_async.gpu.completion import Computed
 from rrfp_async.gpu.device import Device, adopt_num_threads
-from rrfp_async.ids import Edge, TaskId, TaskKind, TensorSpec
-from rrfp_async.tasks.boundary import Export, Outgoing
+from rrfp_async.ids import Edge, Layout, TaskId, TaskKind, TensorSpec
+from rrfp_async.tasks.boundary import Activation, Export, Outgoing
 from rrfp_async.tasks.stage import Stage
 
 
@@ -110,21 +110,38 @@ def _compute_and_hand_over(
     made = compute()
     for outgoing in made:
         if context.is_local(outgoing.edge) and context.steps_ended == steps_ended:
-            deliver(context.stages, outgoing.edge, task, outgoing.specs, outgoing.tensors)
+            deliver(context.stages, task, outgoing, outgoing.tensors)
     return made
+
+
+class Announced(Protocol):
+    """What goes with tensors over an edge, whether they stay on the rank or came with a header."""
+
+    @property
+    def edge(self) -> Edge:
+        """The stage edge they belong to."""
+
+    @property
+    def specs(self) -> tuple[TensorSpec | None, ...]:
+        """One per tensor of the edge; None where there is no gradient."""
+
+    @property
+    def layout(self) -> Layout:
+        """The arguments that an activation's tensors are part of."""
 
 
 def deliver(
     stages: Mapping[int, Stage],
-    edge: Edge,
     task: TaskId,
-    specs: Sequence[TensorSpec | None],
+    announced: Announced,
     tensors: Sequence[torch.Tensor],
 ) -> None:
-    """Give the receiving one of `stages` what `task` made for `edge`."""
+    """Give the receiving one of `stages` what `task` made for an edge."""
+    edge, specs = announced.edge, announced.specs
     if task.kind is TaskKind.F:
         wanted = [spec is not None and spec.requires_grad for spec in specs]
-        stages[edge.target].deliver_activation(edge, task.microbatch, list(tensors), wanted)
+        arrived = Activation(list(tensors), announced.layout)
+        stages[edge.target].deliver_activation(edge, task.microbatch, arrived, wanted)
         return
     present = iter(tensors)
     gradients = [None if spec is None else next(present) for spec in specs]

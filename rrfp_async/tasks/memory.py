@@ -3,7 +3,8 @@
 Knows tensors and storages; not what the number is used for.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -62,6 +63,50 @@ class SavedBytes:
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         self.add((tensor,))
         return tensor, tensor._version
+
+
+class KeptBytes:
+    """The most that a stage's microbatches were seen to keep until their gradient is accumulated.
+
+    Attributes:
+        most: In bytes; None before the first was seen, or where nothing is counted.
+    """
+
+    def __init__(self, module: torch.nn.Module, *, counts: bool) -> None:
+        self.most: int | None = None
+        self._module = module
+        self._counts = counts
+
+    @contextmanager
+    def in_forward(
+        self, given: Iterable[torch.Tensor], arrived: Iterable[torch.Tensor], *, kept: bool
+    ) -> Iterator[SavedBytes | None]:
+        """Note what a forward keeps for its backward, if there is to be one.
+
+        Args:
+            given: Tensors of the user's, which do not count.
+            arrived: Tensors that came for the forward.
+            kept: Whether a backward is to come.
+        """
+        if not (self._counts and kept):
+            yield None
+            return
+        with SavedBytes(self._module, given) as saved:
+            yield saved
+        saved.add(arrived)
+        self._note(saved)
+
+    def after_input_gradient(
+        self, given: Iterable[torch.Tensor], tensors: Callable[[], Iterable[torch.Tensor]]
+    ) -> None:
+        """Note what I leaves for W."""
+        if self._counts:
+            kept = SavedBytes(self._module, given)
+            kept.add(tensors())
+            self._note(kept)
+
+    def _note(self, saved: SavedBytes) -> None:
+        self.most = max(self.most or 0, saved.total)
 
 
 def _unpack(packed: tuple[torch.Tensor, int]) -> torch.Tensor:

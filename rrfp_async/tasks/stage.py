@@ -6,7 +6,7 @@ A stage does not know when it runs or where its results go beyond their edges.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,22 +17,23 @@ from torch.utils import _pytree as pytree
 
 from rrfp_async.errors import ProtocolError
 from rrfp_async.gpu.transfer import spec_of
-from rrfp_async.ids import Edge
+from rrfp_async.ids import TENSORS_ONLY, Edge, Layout
+from rrfp_async.tasks.alias import Alias
 from rrfp_async.tasks.batch import Arguments
 from rrfp_async.tasks.boundary import (
+    Activation,
     Export,
     Outgoing,
     copied,
     outgoing_gradients,
     sum_present,
-    writable,
 )
-from rrfp_async.tasks.memory import SavedBytes
+from rrfp_async.tasks.layout import flattened
+from rrfp_async.tasks.loss import Loss
+from rrfp_async.tasks.memory import KeptBytes
 from rrfp_async.tasks.split import Deferral, Deferred
 from rrfp_async.tasks.split_support import SplitSupport, split_support
 from rrfp_async.topology import Topology
-
-LossFn = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class StageInputs:
 class _Saved:
     """One microbatch between its forward and its backward."""
 
-    inputs: list[list[torch.Tensor]]  # per in-edge, leaves
+    inputs: list[Activation]  # per in-edge
     roots: tuple[torch.Tensor, ...]
     deferred: Deferred | None
 
@@ -70,31 +71,26 @@ class _Memory:
     """Everything of a stage that lives for one step."""
 
     inputs: StageInputs
-    activations: dict[tuple[Edge, int], list[torch.Tensor]] = field(default_factory=dict)
+    activations: dict[tuple[Edge, int], Activation] = field(default_factory=dict)
     gradients: dict[tuple[Edge, int], list[torch.Tensor | None]] = field(default_factory=dict)
     saved: dict[int, _Saved] = field(default_factory=dict)
     deferred: dict[int, Deferred] = field(default_factory=dict)
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    ungraded: set[int] = field(default_factory=set)  # no output wants a gradient
 
 
 _NOTHING = StageInputs(training=False, zero_gradients=False, sizes=())
 
 
 class Stage:
-    """One stage of the pipeline on the rank that owns it.
-
-    Attributes:
-        kept_bytes: The most that a microbatch was seen to keep until its gradient is accumulated,
-            if that is counted; None before.
-    """
+    """One stage of the pipeline on the rank that owns it."""
 
     def __init__(
         self,
         index: int,
         module: torch.nn.Module,
         topology: Topology,
-        loss_fn: LossFn | None,
+        loss: Loss | None = None,
         *,
         split: bool = False,
         insist: bool = True,
@@ -103,8 +99,7 @@ class Stage:
         self.index = index
         self.module = module
         self.split_support = split_support(module, insist=insist)
-        self.kept_bytes: int | None = None
-        self._counts_bytes = count_bytes
+        self._kept = KeptBytes(module, counts=count_bytes)
         self._wants_split = split
         self._insists = insist
         self._deferral: Deferral | None = None
@@ -116,16 +111,35 @@ class Stage:
         self._is_local = topology.is_local
         self._in_edges = topology.in_edges(index)
         self._out_edges = topology.out_edges(index)
-        self._loss_fn = loss_fn
+        self._loss = loss
         self._memory = _Memory(_NOTHING)
         self._to_zero: list[torch.nn.Parameter] = []
         self._modes: list[tuple[torch.nn.Module, bool]] = []
+        self._aliases: list[Alias] = []
+
+    def stand_in(self, parameter: torch.nn.Parameter) -> None:
+        """From now on compute with a stand-in for a parameter that another stage here has too."""
+        self._aliases.append(Alias(self.module, parameter))
+
+    def give_tied(self, name: str, gradient: torch.Tensor | None) -> None:
+        """Set the gradient that all owners of a tied parameter have in common.
+
+        A stand-in has given its share, and gets none.
+        """
+        parameter = self.module.get_parameter(name)
+        aliased = any(alias.stands_in_as(parameter) for alias in self._aliases)
+        parameter.grad = None if aliased else gradient
 
     @property
     def splits(self) -> bool:
         """Whether the stage's backward is I and W, not B: wanted, and possible."""
         possible = self._wants_split and self.split_support.mode == "deferral"
         return possible and any(p.requires_grad for p in self.module.parameters())
+
+    @property
+    def kept_bytes(self) -> int | None:
+        """The most that a microbatch was seen to keep, if that is counted; None before."""
+        return self._kept.most
 
     @property
     def open_microbatches(self) -> int:
@@ -140,7 +154,11 @@ class Stage:
     def begin_step(self, inputs: StageInputs) -> None:
         """Set up a step. In evaluation the module is in eval mode until the step ends."""
         self._memory = _Memory(inputs)
+        for alias in self._aliases:
+            alias.install()
         self._to_zero = list(self.module.parameters()) if inputs.zero_gradients else []
+        if self._loss is not None:
+            self._loss.begin_step(inputs.targets, inputs.sizes)
         if inputs.training and self._wants_split:
             self._look_again()
             if self.splits:
@@ -156,18 +174,20 @@ class Stage:
             self._deferral.remove()
             self._deferral = None
             self._trained = True
+        for alias in self._aliases:
+            alias.remove()
         for module, mode in self._modes:
             module.training = mode
         self._modes = []
         self._memory = _Memory(_NOTHING)
 
     def deliver_activation(
-        self, edge: Edge, microbatch: int, tensors: list[torch.Tensor], wanted: Sequence[bool]
+        self, edge: Edge, microbatch: int, arrived: Activation, wanted: Sequence[bool]
     ) -> None:
         """Keep what came along `edge`; `wanted` tells which tensors need a gradient back."""
-        for tensor, gradient_wanted in zip(tensors, wanted, strict=True):
+        for tensor, gradient_wanted in zip(arrived.tensors, wanted, strict=True):
             tensor.requires_grad_(gradient_wanted and self._memory.inputs.training)
-        self._memory.activations[edge, microbatch] = tensors
+        self._memory.activations[edge, microbatch] = arrived
 
     def deliver_gradient(
         self, edge: Edge, microbatch: int, gradients: list[torch.Tensor | None]
@@ -175,89 +195,103 @@ class Stage:
         """Keep what came back against `edge`; None stands for "no gradient"."""
         self._memory.gradients[edge, microbatch] = gradients
 
-    def take_activations(self, microbatch: int) -> list[list[torch.Tensor]]:
+    def take_activations(self, microbatch: int) -> list[Activation]:
         """What arrived for the forward of `microbatch`, per in-edge."""
         return [self._memory.activations.pop((edge, microbatch)) for edge in self._in_edges]
 
     def take_gradients(self, microbatch: int) -> list[list[torch.Tensor | None]]:
-        """What arrived for the backward of `microbatch`, per out-edge."""
+        """What arrived for the backward of `microbatch`, per out-edge that wants a gradient."""
+        if microbatch in self._memory.ungraded:
+            return []
         return [self._memory.gradients.pop((edge, microbatch)) for edge in self._out_edges]
 
     def forward(
-        self, microbatch: int, activations: list[list[torch.Tensor]], export: Export
+        self, microbatch: int, activations: list[Activation], export: Export
     ) -> tuple[Outgoing, ...]:
         """Run the module, and on the last stage the loss.
 
         Raises:
-            TypeError: If the module returns anything but tensors for the next stage, or the loss
-                is no scalar tensor.
+            TypeError: If the module returns something for the next stage that cannot be sent, or
+                the loss is no scalar tensor.
         """
         memory = self._memory
         arguments = (
             memory.inputs.arguments[microbatch]
             if self.is_source
-            else Arguments(tuple(writable(leaf) for leaves in activations for leaf in leaves))
+            else Arguments(tuple(a for came in activations for a in came.arguments()))
         )
         deferred = None if self._deferral is None else Deferred()
         training = memory.inputs.training
         with (
             torch.set_grad_enabled(training),
             self._deferring(deferred),
-            self._counting(microbatch, activations, counted=training) as saved,
+            self._kept.in_forward(
+                self._given(microbatch), _tensors_of(activations), kept=training
+            ) as saved,
         ):
             output = self.module(*arguments.args, **arguments.kwargs)
-            roots = self._end(microbatch, output) if self.is_last else self._tensors_of(output)
+            roots, layout = self._roots_of(microbatch, output)
             if saved is not None:
                 saved.add(roots)
-        if memory.inputs.training:
-            memory.saved[microbatch] = _Saved(activations, roots, deferred)
-            self._look_closer(microbatch, roots)
-        if self.is_last:
-            return ()
+        if training:
+            self._keep(memory, microbatch, _Saved(activations, roots, deferred))
         specs = tuple(spec_of(root) for root in roots)
         return tuple(
-            Outgoing.of(edge, specs, map(self._way_out(edge, export), roots))
+            Outgoing.of(edge, specs, map(self._way_out(edge, export), roots), layout)
             for edge in self._out_edges
         )
+
+    def wants_gradient(self, microbatch: int) -> bool:
+        """After a forward: whether a gradient comes back for it, over every out-edge or none."""
+        return microbatch not in self._memory.ungraded
+
+    def is_settled(self, microbatch: int) -> bool:
+        """After a forward: whether there is nothing that its backward would have to do."""
+        return not self.wants_gradient(microbatch) and microbatch not in self._memory.saved
 
     def backward(
         self, microbatch: int, gradients: list[list[torch.Tensor | None]], export: Export
     ) -> tuple[Outgoing, ...]:
         """Accumulate the module's gradients and return those of its inputs, per in-edge."""
         self._zero_once()
-        saved = self._memory.saved.pop(microbatch)
+        saved = self._memory.saved.pop(microbatch, None)
+        if saved is None:
+            return ()
         roots, seeds = self._seeds(saved.roots, gradients)
         if roots:
             torch.autograd.backward(roots, seeds)
-        return self._to_inputs([[leaf.grad for leaf in leaves] for leaves in saved.inputs], export)
+        return self._to_inputs(saved.inputs, export)
 
     def backward_input(
         self, microbatch: int, gradients: list[list[torch.Tensor | None]], export: Export
     ) -> tuple[Outgoing, ...]:
         """I: return the gradients of the module's inputs, per in-edge; W finds the rest."""
-        saved = self._memory.saved.pop(microbatch)
+        saved = self._memory.saved.pop(microbatch, None)
+        if saved is None:
+            return ()
         if self._deferral is None or saved.deferred is None:
             raise ProtocolError(f"stage {self.index} was not set up to split its backward")
         self._memory.deferred[microbatch] = saved.deferred
         roots, seeds = self._seeds(saved.roots, gradients)
         if roots:
             self._deferral.backward_input(saved.deferred, roots, seeds)
-        if self._counts_bytes:
-            kept = SavedBytes(self.module, self._given(microbatch))
-            kept.add(saved.deferred.tensors())
-            self._note_kept(kept)
-        return self._to_inputs([[leaf.grad for leaf in leaves] for leaves in saved.inputs], export)
+        self._kept.after_input_gradient(self._given(microbatch), saved.deferred.tensors)
+        return self._to_inputs(saved.inputs, export)
 
     def backward_weight(self, microbatch: int) -> tuple[Outgoing, ...]:
         """W: accumulate the gradients of the module's parameters that I left."""
         self._zero_once()
-        self._memory.deferred.pop(microbatch).accumulate()
+        deferred = self._memory.deferred.pop(microbatch, None)
+        if deferred is not None:
+            deferred.accumulate()
         return ()
 
-    def losses(self) -> list[float]:
-        """The loss of every microbatch, unweighted; empty without a target. On the device."""
-        losses = self._memory.losses
-        return [float(losses[microbatch]) for microbatch in sorted(losses)]
+    def losses(self) -> tuple[list[float], float | None]:
+        """Every microbatch's loss and the batch's; nothing without a target. On the device."""
+        if self._loss is None:
+            return [], None
+        losses = self._loss.losses()
+        return losses, self._loss.total(losses)
 
     def outputs(self) -> list[Any]:
         """The kept outputs of every microbatch, detached; empty on other stages than the last."""
@@ -271,12 +305,20 @@ class Stage:
         with self._deferral.forward(deferred):
             yield
 
-    def _look_closer(self, microbatch: int, roots: tuple[torch.Tensor, ...]) -> None:
+    def _keep(self, memory: _Memory, microbatch: int, saved: _Saved) -> None:
+        """Keep what a backward needs, if there is to be one; in a step that may have ended."""
+        graded = any(root.requires_grad for root in saved.roots)
+        if not graded:
+            memory.ungraded.add(microbatch)
+        if graded or any(came.wants_gradient for came in saved.inputs):
+            memory.saved[microbatch] = saved
+            self._look_closer(saved)
+
+    def _look_closer(self, saved: _Saved) -> None:
         """After the first step's forwards, and each later step's first, know what a graph tells."""
         if self._deferral is None or (self._trained and len(self._memory.saved) > 1):
             return
-        inputs = (leaf for leaves in self._memory.saved[microbatch].inputs for leaf in leaves)
-        found = self._deferral.study(roots, inputs)
+        found = self._deferral.study(saved.roots, _tensors_of(saved.inputs))
         if found is not None:
             self._found, self.split_support = found, found
             self.warn_if_whole()
@@ -298,28 +340,13 @@ class Stage:
                 stacklevel=2,
             )
 
-    @contextmanager
-    def _counting(
-        self, microbatch: int, activations: list[list[torch.Tensor]], *, counted: bool
-    ) -> Iterator[SavedBytes | None]:
-        """Note what a forward keeps for its backward, if that is wanted."""
-        if not (self._counts_bytes and counted):
-            yield None
-            return
-        with SavedBytes(self.module, self._given(microbatch)) as saved:
-            yield saved
-        saved.add(tensor for tensors in activations for tensor in tensors)
-        self._note_kept(saved)
-
-    def _note_kept(self, saved: SavedBytes) -> None:
-        self.kept_bytes = max(self.kept_bytes or 0, saved.total)
-
-    def _given(self, microbatch: int) -> list[torch.Tensor]:
+    def _given(self, microbatch: int) -> Iterator[torch.Tensor]:
         """The tensors of the user's batch that the stage gets."""
         inputs = self._memory.inputs
         arguments = [(part.args, part.kwargs) for part in inputs.arguments[microbatch:][:1]]
-        leaves = pytree.tree_leaves((arguments, list(inputs.targets[microbatch:][:1])))
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf in pytree.tree_leaves((arguments, list(inputs.targets[microbatch:][:1]))):
+            if isinstance(leaf, torch.Tensor):
+                yield leaf
 
     def _zero_once(self) -> None:
         """At a step's first accumulation, start from nothing where that was asked for."""
@@ -334,46 +361,36 @@ class Stage:
         """
         return copied if self._is_local(edge) else export
 
-    def _to_inputs(
-        self, gradients: list[list[torch.Tensor | None]], export: Export
-    ) -> tuple[Outgoing, ...]:
-        """What goes back along every in-edge."""
+    def _to_inputs(self, inputs: list[Activation], export: Export) -> tuple[Outgoing, ...]:
+        """What goes back along every in-edge that wants something."""
         return tuple(
-            outgoing_gradients(edge, of_edge, self._way_out(edge, export))
-            for edge, of_edge in zip(self._in_edges, gradients, strict=True)
+            outgoing_gradients(
+                edge, [leaf.grad for leaf in came.tensors], self._way_out(edge, export)
+            )
+            for edge, came in zip(self._in_edges, inputs, strict=True)
+            if came.wants_gradient
         )
 
-    def _end(self, microbatch: int, output: Any) -> tuple[torch.Tensor, ...]:
+    def _roots_of(self, microbatch: int, output: Any) -> tuple[tuple[torch.Tensor, ...], Layout]:
+        """Where the backward starts: the loss, or what is sent and how it is put together."""
+        if not self.is_last:
+            try:
+                return flattened(output)
+            except TypeError as error:
+                raise TypeError(f"stage {self.index} returned {error}") from error
         memory = self._memory
         if memory.inputs.keep_outputs:
             memory.outputs[microbatch] = pytree.tree_map_only(
                 torch.Tensor, torch.Tensor.detach, output
             )
-        if self._loss_fn is None or not memory.inputs.targets:
-            return ()
-        loss = self._loss_fn(output, memory.inputs.targets[microbatch])
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            seen = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise TypeError(f"loss_fn returned {seen}, not a scalar tensor: reduce it to one value")
-        memory.losses[microbatch] = loss.detach()
-        weight = memory.inputs.sizes[microbatch] / sum(memory.inputs.sizes)
-        return (loss * weight,)
-
-    def _tensors_of(self, output: Any) -> tuple[torch.Tensor, ...]:
-        tensors = tuple(output) if isinstance(output, tuple | list) else (output,)
-        for tensor in tensors:
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(
-                    f"stage {self.index} returned {type(tensor).__name__} for the next stage: "
-                    f"return a tensor or a tuple of tensors"
-                )
-        return tensors
+        root = self._loss.root(microbatch, output) if self._loss else None
+        return (() if root is None else (root,)), TENSORS_ONLY
 
     def _seeds(
         self, roots: tuple[torch.Tensor, ...], gradients: list[list[torch.Tensor | None]]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """The outputs to start the backward from, each with its gradient."""
-        if self.is_last:
+        if self.is_last or not gradients:
             differentiable = [root for root in roots if root.requires_grad]
             return differentiable, [None] * len(differentiable)
         summed = [sum_present(column) for column in zip(*gradients, strict=True)]
@@ -383,3 +400,7 @@ class Stage:
             if root.requires_grad and seed is not None
         ]
         return [root for root, _ in pairs], [seed for _, seed in pairs]
+
+
+def _tensors_of(activations: Sequence[Activation]) -> Iterator[torch.Tensor]:
+    return (tensor for came in activations for tensor in came.tensors)

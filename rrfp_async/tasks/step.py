@@ -1,6 +1,6 @@
 """What a step is asked to be, and what it came to, on one rank."""
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,13 @@ class StepRequest:
 
     Attributes:
         training: The step's mode.
+        update: Whether it ends in an update.
         zero_gradients: Whether the first accumulation starts from nothing.
         batch: Gets this rank's part of the batch; may wait for data.
     """
 
     training: bool
+    update: bool
     zero_gradients: bool
     batch: Callable[[], Awaitable[Batch]]
 
@@ -35,14 +37,6 @@ class StepReport:
     blocking_s: float
     coordination_s: float
     peak_in_flight: int
-
-
-def weighted(losses: Sequence[float], sizes: Sequence[int]) -> float | None:
-    """The batch's loss: each microbatch's, weighted by its share of the samples, in order."""
-    if not losses:
-        return None
-    total = sum(sizes)
-    return sum((loss * (size / total) for loss, size in zip(losses, sizes, strict=True)), start=0.0)
 
 
 def stage_inputs(

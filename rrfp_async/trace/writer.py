@@ -18,7 +18,7 @@ from typing import Self, TextIO
 
 import structlog
 
-from rrfp_async.trace.records import DispatchRecord
+from rrfp_async.trace.records import Record
 
 if sys.platform != "win32":
     import fcntl
@@ -31,8 +31,8 @@ class Trace(ABC):
     """A sink for the records of one rank. A context manager; closing twice is harmless."""
 
     @abstractmethod
-    def dispatch(self, record: DispatchRecord) -> None:
-        """Take a dispatch record. Never blocks, never raises."""
+    def write(self, record: Record) -> None:
+        """Take a record. Never blocks, never raises."""
 
     @abstractmethod
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Trace(ABC):
 class NullTrace(Trace):
     """Keeps nothing."""
 
-    def dispatch(self, record: DispatchRecord) -> None:
+    def write(self, record: Record) -> None:
         """Ignore the record."""
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class JsonlTrace(Trace):
         except BaseException:
             self._claimed.close()
             raise
-        self._queue: queue.Queue[DispatchRecord | None] = queue.Queue(_QUEUE_MOST)
+        self._queue: queue.Queue[Record | None] = queue.Queue(_QUEUE_MOST)
         self._lost = 0
         self._written = 0
         self._closed = False
@@ -85,7 +85,7 @@ class JsonlTrace(Trace):
         self._thread.daemon = True  # an exit without close() must not hang
         self._thread.start()
 
-    def dispatch(self, record: DispatchRecord) -> None:
+    def write(self, record: Record) -> None:
         """Queue the record; counts it as lost when the queue is full or closed."""
         if self._closed:
             self._lost += 1
@@ -112,7 +112,7 @@ class JsonlTrace(Trace):
         """Counts of records written, pending and lost."""
         return {"written": self._written, "pending": self._queue.qsize(), "lost": self._lost}
 
-    def _next_record(self) -> DispatchRecord | None:
+    def _next_record(self) -> Record | None:
         """The next record, or None after the last."""
         if self._closed and self._queue.empty():
             return None
@@ -126,7 +126,7 @@ class JsonlTrace(Trace):
         )
         while (record := self._next_record()) is not None:
             try:
-                logger.msg("dispatch", **record.fields())
+                logger.msg(record.EVENT, **record.fields())
                 self._written += 1
             except (OSError, ValueError):  # the disk is full, or the file was closed under us
                 self._lost += 1

@@ -13,7 +13,7 @@ from rrfp_async.bus.messages import (
     StepBegin,
     StepEnd,
 )
-from rrfp_async.ids import Edge, Link, TaskId, TaskKind, TensorSpec
+from rrfp_async.ids import Edge, Layout, Link, TaskId, TaskKind, TensorSpec
 
 counts = st.integers(0, 2**63)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
@@ -22,14 +22,18 @@ tasks = st.builds(TaskId, counts, st.sampled_from(TaskKind), counts)
 specs = st.builds(TensorSpec, st.lists(counts, max_size=5).map(tuple), texts, st.booleans())
 
 
+plain = st.none() | st.booleans() | counts | floats | texts | st.binary(max_size=20)
+
+
 def many(element: st.SearchStrategy) -> st.SearchStrategy:
     """A short tuple of them."""
     return st.lists(element, max_size=5).map(tuple)
 
 
+layouts = st.builds(Layout, st.none() | texts, many(st.tuples(counts, plain)))
 messages = st.one_of(
     st.builds(Hello, many(st.tuples(texts, texts))),
-    st.builds(StepBegin, counts, st.booleans(), many(counts)),
+    st.builds(StepBegin, counts, st.booleans(), st.booleans(), many(counts)),
     st.builds(
         Header,
         counts,
@@ -39,6 +43,7 @@ messages = st.one_of(
         tasks,
         many(st.none() | specs),
         st.none() | st.binary(max_size=200),
+        layouts,
     ),
     st.builds(RankDone, counts, st.none() | floats),
     st.builds(StepEnd, counts, st.none() | floats),

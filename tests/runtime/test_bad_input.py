@@ -197,11 +197,11 @@ class Returns(nn.Module):
         return self.value
 
 
-@pytest.mark.parametrize("value", [None, {"h": 1}, (torch.ones(2), 3), "text"])
-async def test_a_stage_that_returns_no_tensor_names_its_task(value: Any) -> None:
-    """A non-tensor for the next stage is told as the task 0F0's, with its type."""
+@pytest.mark.parametrize("value", [object(), {"h": 1j}, (torch.ones(2), {3}), 1 << 64])
+async def test_a_stage_that_returns_what_cannot_be_sent_names_its_task(value: Any) -> None:
+    """A leaf that is neither tensor nor plain is told as the task 0F0's, with its type."""
     errors = await run_steps(train, train, stages=[Returns(value), *linear_stages(1)])
-    assert_told(errors, 0, r.StepFailed, "for the next stage: return a tensor or a tuple")
+    assert_told(errors, 0, r.StepFailed, "stage 0 returned ")
     assert {error.task for error in errors} == {"0F0"}
 
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import rrfp_async as r
 from rrfp_async.ids import Edge
+from rrfp_async.tasks.boundary import Activation
 from rrfp_async.tasks.stage import Stage, StageInputs
 from tests.runtime.parity import build, chain_case, linear_stages
 from tests.runtime.reference import Case
@@ -284,7 +285,7 @@ def _stage() -> Stage:
 
 def _forward(stage: Stage, microbatch: int) -> list[Tensor]:
     x = torch.randn(4, 8)
-    stage.deliver_activation(Edge(0, 1), microbatch, [x], [True])
+    stage.deliver_activation(Edge(0, 1), microbatch, Activation([x]), [True])
     with saved_tensors_hooks(_Box, lambda box: box.tensor):
         [sent] = stage.forward(microbatch, stage.take_activations(microbatch), torch.clone)
     return [torch.ones_like(tensor) for tensor in sent.tensors]

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rrfp_async.ids import Edge
+from rrfp_async.tasks.boundary import Activation
+from rrfp_async.tasks.loss import Loss
 from rrfp_async.tasks.build import build_stages
 from rrfp_async.tasks.split_support import split_support
 from rrfp_async.tasks.stage import Stage, StageInputs
@@ -203,7 +205,7 @@ def make_stage(
 ) -> Stage:
     """`module` as stage 1, the last or between others; warns if it must and cannot be split."""
     topology = Topology(2 if place == LAST else 3)
-    return build_stages(module, topology, 1, case.loss_fn, split=split, insist=insist)[1]
+    return build_stages(module, topology, 1, Loss(case.loss_fn), split=split, insist=insist)[1]
 
 
 def run_split(case: Case, stage: Stage, order: Order, place: str, *, zero: bool = True) -> Found:
@@ -257,7 +259,7 @@ class StageRun:
         edge = Edge(0, 1)
         leaves = self._leaves[index]
         wanted = [leaf.requires_grad for leaf in leaves]
-        self._stage.deliver_activation(edge, index, leaves, wanted)
+        self._stage.deliver_activation(edge, index, Activation(leaves), wanted)
         sent = self._stage.forward(index, self._stage.take_activations(index), _as_it_is)
         outputs = sent[0].tensors if sent else tensors_in(self._stage.outputs()[-1])
         for number, tensor in enumerate(outputs):
@@ -295,7 +297,8 @@ class StageRun:
 
     def note_losses(self) -> None:
         """The last stage's losses."""
-        for index, loss in enumerate(self._stage.losses()):
+        losses, _ = self._stage.losses()
+        for index, loss in enumerate(losses):
             self.found.note(f"loss, microbatch {index}", torch.tensor(loss))
 
 

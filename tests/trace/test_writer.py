@@ -40,7 +40,7 @@ def no_thread_is_left() -> Iterator[None]:
 def test_a_record_has_the_fields_of_the_schema(tmp_path: Path) -> None:
     """One JSON object a line: names, types and values as documented, tasks as words."""
     with JsonlTrace(tmp_path, 2) as trace:
-        trace.dispatch(record())
+        trace.write(record())
     assert lines_of(tmp_path) == [
         {
             "event": "dispatch",
@@ -61,7 +61,7 @@ def test_a_record_has_the_fields_of_the_schema(tmp_path: Path) -> None:
 def test_a_decision_for_nothing_can_be_written(tmp_path: Path) -> None:
     """Without a task, task and stage are null."""
     with JsonlTrace(tmp_path, 2) as trace:
-        trace.dispatch(record(task=None))
+        trace.write(record(task=None))
     [line] = lines_of(tmp_path)
     assert (line["task"], line["stage"]) == (None, None)
 
@@ -70,7 +70,7 @@ def test_records_keep_their_order_and_close_writes_the_last(tmp_path: Path) -> N
     """Thousands of records, all there after close, in the order they came."""
     trace = JsonlTrace(tmp_path / "new" / "folder", 2)
     for step in range(5000):
-        trace.dispatch(record(step))
+        trace.write(record(step))
     trace.close()
     assert [line["step"] for line in lines_of(tmp_path / "new" / "folder")] == list(range(5000))
     assert trace.statistics() == {"written": 5000, "pending": 0, "lost": 0}
@@ -80,7 +80,7 @@ def test_an_older_file_is_replaced(tmp_path: Path) -> None:
     """A run's log is of that run alone."""
     for step in (1, 2):
         with JsonlTrace(tmp_path, 2) as trace:
-            trace.dispatch(record(step))
+            trace.write(record(step))
     assert [line["step"] for line in lines_of(tmp_path)] == [2]
 
 
@@ -89,7 +89,7 @@ def test_closing_twice_is_harmless_and_late_records_are_lost(tmp_path: Path) -> 
     trace = JsonlTrace(tmp_path, 2)
     trace.close()
     trace.close()
-    trace.dispatch(record())
+    trace.write(record())
     assert trace.statistics()["lost"] == 1
 
 
@@ -138,7 +138,7 @@ def test_a_failing_disk_never_raises_and_is_told_once(on_disk: Any) -> None:
     """Every record is lost and counted, one warning at close, none at the second close."""
     trace = on_disk(Disk(fails=True))
     for step in range(10):
-        trace.dispatch(record(step))
+        trace.write(record(step))
     with pytest.warns(RuntimeWarning, match=r"the trace lost \d+ records") as told:
         _close_twice(trace)
     assert len(told) == 1
@@ -153,11 +153,11 @@ def test_a_full_queue_loses_records_and_counts_them(
     monkeypatch.setattr(writer, "_QUEUE_MOST", 5)
     disk = Disk(hangs=True)
     trace = on_disk(disk)
-    trace.dispatch(record())
+    trace.write(record())
     assert disk.reached.wait(2.0)
     with took() as dispatching:
         for step in range(20):
-            trace.dispatch(record(step))
+            trace.write(record(step))
     assert dispatching.own_s < 0.1
     assert trace.statistics() == {"written": 0, "pending": 5, "lost": 15}
     disk.let_go.set()
@@ -174,7 +174,7 @@ def test_what_a_hanging_disk_never_wrote_is_counted_as_lost(
     disk = Disk(hangs=True)
     trace = on_disk(disk)
     for step in range(3):
-        trace.dispatch(record(step))
+        trace.write(record(step))
     try:
         with pytest.warns(RuntimeWarning, match="lost 3 records"):
             trace.close()
@@ -190,10 +190,10 @@ def test_closing_on_a_hanging_disk_keeps_to_its_timeout(
     monkeypatch.setattr(writer, "_CLOSE_TIMEOUT_S", 0.4)
     disk = Disk(hangs=True)
     trace = on_disk(disk)
-    trace.dispatch(record())
+    trace.write(record())
     assert disk.reached.wait(2.0)
-    trace.dispatch(record())
-    trace.dispatch(record())  # lost, so that close() warns
+    trace.write(record())
+    trace.write(record())  # lost, so that close() warns
     with took() as closing, pytest.warns(RuntimeWarning, match="lost"):
         trace.close()
     disk.let_go.set()
@@ -212,10 +212,10 @@ def test_no_folder_is_no_trace(tmp_path: Path) -> None:
     """None keeps nothing; a path writes one file per rank."""
     with open_trace(None, 0) as trace:
         assert isinstance(trace, NullTrace)
-        trace.dispatch(record())
+        trace.write(record())
         trace.close()
     with open_trace(tmp_path, 7) as trace:
-        trace.dispatch(record())
+        trace.write(record())
     assert len(lines_of(tmp_path, 7)) == 1
 
 
