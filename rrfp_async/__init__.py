@@ -19,12 +19,17 @@ if TYPE_CHECKING:
         StepFailed,
         TransferError,
     )
+    from rrfp_async.from_pipe import stages_from_pipe
     from rrfp_async.gpu.delays import Delays
     from rrfp_async.hints import Admissible, HintOrder, RankedHint, Schedule
     from rrfp_async.ids import Edge, TaskId, TaskKind
     from rrfp_async.launch import run, run_local
-    from rrfp_async.runtime import Runtime, StepResult
+    from rrfp_async.partition import split_sequential
+    from rrfp_async.result import StepResult
+    from rrfp_async.runtime import Runtime
     from rrfp_async.tasks.batch import Microbatches
+    from rrfp_async.tasks.chunk_spec import REPLICATE, TensorChunkSpec
+    from rrfp_async.tasks.loss import TokenMean
     from rrfp_async.tasks.weight_grad_store import WeightGradStore, weight_grad_store
     from rrfp_async.topology import Topology
     from rrfp_async.torchrun import torchrun_world
@@ -41,15 +46,18 @@ _ROOM_OF = {
     "HintOrder": "hints",
     "Microbatches": "tasks.batch",
     "ProtocolError": "errors",
+    "REPLICATE": "tasks.chunk_spec",
     "RankedHint": "hints",
     "RrfpError": "errors",
     "Runtime": "runtime",
     "Schedule": "hints",
     "StateError": "errors",
     "StepFailed": "errors",
-    "StepResult": "runtime",
+    "StepResult": "result",
     "TaskId": "ids",
     "TaskKind": "ids",
+    "TensorChunkSpec": "tasks.chunk_spec",
+    "TokenMean": "tasks.loss",
     "Topology": "topology",
     "TransferError": "errors",
     "WeightGradStore": "tasks.weight_grad_store",
@@ -57,12 +65,15 @@ _ROOM_OF = {
     "local_world": "world",
     "run": "launch",
     "run_local": "launch",
+    "split_sequential": "partition",
+    "stages_from_pipe": "from_pipe",
     "torchrun_world": "torchrun",
     "weight_grad_store": "tasks.weight_grad_store",
     "with_delays": "world",
 }
 
 __all__ = [
+    "REPLICATE",
     "Admissible",
     "BusError",
     "CodecError",
@@ -82,6 +93,8 @@ __all__ = [
     "StepResult",
     "TaskId",
     "TaskKind",
+    "TensorChunkSpec",
+    "TokenMean",
     "Topology",
     "TransferError",
     "WeightGradStore",
@@ -89,6 +102,8 @@ __all__ = [
     "local_world",
     "run",
     "run_local",
+    "split_sequential",
+    "stages_from_pipe",
     "torchrun_world",
     "weight_grad_store",
     "with_delays",

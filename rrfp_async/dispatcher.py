@@ -184,12 +184,18 @@ class Dispatcher:
                 await self._executor.run_all(self._transfers, training=request.training)
             drained = clock()
         with self._part_of_step():
+            if request.training:
+                for stage in self._stages.values():
+                    stage.complete_gradients()
             losses, own_loss = await self._losses()
-            loss = await self._session.end(own_loss)
+            told = None
+            if request.report is not None:
+                told = (await self._world.device.run(request.report)).value
+            loss, verdict = await self._session.end(own_loss, told)
         accounts.blocked_since(drained)
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (accounts.compute_s, accounts.blocking_s, accounts.coordination_s)
-        return StepReport(number, loss, losses, outputs, *spent, self._backpressure.peak)
+        return StepReport(number, loss, losses, outputs, *spent, self._backpressure.peak, verdict)
 
     def _check_sizes(self, own: tuple[int, ...] | None, sizes: tuple[int, ...]) -> None:
         if own is not None and own != sizes:

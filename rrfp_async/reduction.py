@@ -136,6 +136,8 @@ class Reduction:
 
     def _collected(self, tied: TiedParameter, here: Sequence[int]) -> Gradient:
         """The sum over the copies of this rank, in an own tensor where there are several."""
+        for stage in here:
+            self._stages[stage].complete_gradients()
         return sum_present(self._parameter(tied, stage).grad for stage in here)
 
     def _sum(

@@ -4,64 +4,33 @@ Checks arguments before anything starts, turns a batch into a request for the di
 steps the optimizer. It does not know in which order tasks run or how anything travels.
 """
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
+from rrfp_async.agreed import agreed_settings
 from rrfp_async.bus.base import Bus
 from rrfp_async.closing import surely
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
 from rrfp_async.errors import DataExhausted, StateError
 from rrfp_async.gpu.completion import WaitingThread
+from rrfp_async.result import StepResult, result_of
 from rrfp_async.session import Session
 from rrfp_async.tasks.batch import Batch
-from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages
+from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages, build_update
 from rrfp_async.tasks.loss import Loss, LossFn, Reduction, check_reduction
 from rrfp_async.tasks.step import StepReport, StepRequest
+from rrfp_async.tasks.update import verdict
 from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import World
 
 _NO_MORE = object()
-_WORDS_MOST = 1_000  # characters; longer lists are compared by their hash
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step came to, seen from one rank.
-
-    Attributes:
-        loss: The batch's loss, put together from `losses` as `loss_reduction` says; the same
-            float on every rank. None after an evaluation without a target.
-        losses: The loss of each microbatch, on the rank of the last stage; else empty.
-        outputs: The last stage's output for each microbatch, detached, on its device, on the rank
-            of the last stage; else empty.
-        step_s: Seconds that the step took on this rank. The next four sum to it.
-        compute_s: Tasks held the device.
-        blocking_s: The device was idle because no task was ready and admissible, or because this
-            rank was done and others were not.
-        coordination_s: Spent on agreeing with the other ranks what the step is.
-        other_s: The rest: dispatching, hand-offs between threads, splitting, the optimizer.
-        peak_in_flight: Most forwards at once whose gradient was not yet accumulated.
-    """
-
-    loss: float | None
-    losses: list[float]
-    outputs: list[Any]
-    step_s: float
-    compute_s: float
-    blocking_s: float
-    coordination_s: float
-    other_s: float
-    peak_in_flight: int
 
 
 class Runtime:
@@ -81,6 +50,15 @@ class Runtime:
             microbatch's target, `TokenMean(ignore_index)` for one.
         optimizer: An optimizer over parameters of this rank's stages, or a function that makes
             one from their list. Without it, gradients are left for the caller.
+        max_grad_norm: Before an update, clip the gradients of all ranks by their common 2-norm.
+        grad_scaler: This rank's own `torch.amp.GradScaler`, equal on every rank: losses are scaled,
+            gradients unscaled before clipping, and the update left out on every rank if any has a
+            gradient that is not finite.
+        args_chunk_spec: How positional inputs are split, as in torch.distributed.pipelining: a
+            `TensorChunkSpec(dim)`, `REPLICATE`, None for dimension 0, or a tree of these, for
+            each.
+        kwargs_chunk_spec: The same by keyword.
+        target_chunk_spec: The same for the target.
         data: An iterator of (inputs, target) for `train_step()` without arguments, on the ranks
             that consume them. Inputs are a tensor, a tuple of positional arguments or a dict of
             keyword arguments.
@@ -102,16 +80,22 @@ class Runtime:
         loss_fn: LossFn | None = None,
         loss_reduction: Reduction = "mean",
         optimizer: torch.optim.Optimizer | MakeOptimizer | None = None,
+        max_grad_norm: float | None = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        args_chunk_spec: Sequence[Any] | None = None,
+        kwargs_chunk_spec: Mapping[str, Any] | None = None,
+        target_chunk_spec: Any = None,
         data: Iterable[tuple[Any, Any]] | None = None,
     ) -> None:
         check_reduction(loss_reduction)
         self._world = world
         self._config = config
+        loss = None if loss_fn is None else Loss(loss_fn, loss_reduction)
         self._stages = build_stages(
             stages,
             world.topology,
             world.rank,
-            None if loss_fn is None else Loss(loss_fn, loss_reduction),
+            loss,
             split=config.splits,
             insist=config.insists_on_split,
             count_bytes=config.activation_budget_bytes is not None,
@@ -121,6 +105,18 @@ class Runtime:
         self._needs_target = any(stage.is_last for stage in self._stages.values())
         self._loss_fn = loss_fn
         self.optimizer = build_optimizer(optimizer, self.parameters(), world.rank)
+        self._update = build_update(
+            self.optimizer,
+            self._stages,
+            world.topology,
+            device=world.device.torch_device,
+            max_grad_norm=max_grad_norm,
+            grad_scaler=grad_scaler,
+        )
+        if loss is not None:
+            loss.scale_by(self._update.loss_scale)
+        self._reports = max_grad_norm is not None or self._update.scales
+        self._chunk_specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
         self._data: Iterator[tuple[Any, Any]] | None = None if data is None else iter(data)
         self._resources = AsyncExitStack()
         self._data_thread: WaitingThread | None = None
@@ -155,9 +151,10 @@ class Runtime:
             bus=wires.bus,
             rank=self._world.rank,
             topology=self._world.topology,
-            settings=_settings(self._config, self._world),
+            settings=agreed_settings(self._config, self._world.topology),
             clock=self._world.clock,
             stall_timeout_s=self._config.stall_timeout_s,
+            judge=verdict,
         )
         self._resources.callback(self._session.say_farewell)
         trace = open_trace(self._config.trace_dir, self._world.rank)
@@ -237,17 +234,20 @@ class Runtime:
             get = partial(self._next_batch, self._data)
         else:
             get = partial(self._whole, self._checked(args, kwargs, target, training=True))
-        request = StepRequest(True, update, self._gradients_used, get)
+        told = self._update.report if update and self._reports else None
+        request = StepRequest(True, update, self._gradients_used, get, told)
         report = await self._open().run_step(request)
         self._gradients_used = update
         if update:
-            await self._update(report.step)
-        return _result(report, self._world.clock() - begun)
+            with self._naming_this_rank(report.step):
+                await self._apply(report)
+        return result_of(report, self._world.clock() - begun)
 
-    async def _update(self, step: int) -> None:
-        if self.optimizer is not None:
-            with self._naming_this_rank(step):
-                await self._world.device.run(self.optimizer.step)
+    async def _apply(self, report: StepReport) -> None:
+        if report.verdict is not None:
+            await self._world.device.run(partial(self._update.apply, report.verdict))
+        elif self.optimizer is not None:
+            await self._world.device.run(self.optimizer.step)
 
     async def _evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
@@ -260,13 +260,13 @@ class Runtime:
         begun = self._world.clock()
         get = partial(self._whole, self._checked(args, kwargs, target, training=False))
         report = await self._open().run_step(StepRequest(False, False, False, get))
-        return _result(report, self._world.clock() - begun)
+        return result_of(report, self._world.clock() - begun)
 
     def _checked(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool
     ) -> Batch:
         """This rank's part of the batch, with all in it that the rank needs."""
-        batch = Batch(args, kwargs, target, self._config.microbatches)
+        batch = Batch(args, kwargs, target, self._config.microbatches, *self._chunk_specs)
         if self._takes_inputs and not batch.has_inputs:
             raise ValueError(
                 f"rank {self._world.rank} owns a stage that takes inputs and got none: pass the "
@@ -363,35 +363,3 @@ class Runtime:
 
 async def _raiser(error: Exception) -> StepResult:
     raise error
-
-
-def _settings(config: Config, world: World) -> tuple[tuple[str, str], ...]:
-    """What must be equal on every rank, as words."""
-    topology = world.topology
-    owners = map(topology.rank_of, range(topology.num_stages))
-    return (
-        ("version", version("rrfp-async")),
-        ("stages", str(topology.num_stages)),
-        ("placement", _shortened(" ".join(map(str, owners)))),
-        ("edges", _shortened(" ".join(map(str, topology.graph)))),
-        ("tied", _shortened("; ".join(map(str, topology.tied_parameters)))),
-        *config.agreed(),
-    )
-
-
-def _shortened(words: str) -> str:
-    """The words, or a digest where they are many."""
-    return words if len(words) <= _WORDS_MOST else hashlib.sha256(words.encode()).hexdigest()
-
-
-def _result(report: StepReport, step_s: float) -> StepResult:
-    spent = (report.compute_s, report.blocking_s, report.coordination_s)
-    return StepResult(
-        report.loss,
-        report.losses,
-        report.outputs,
-        step_s,
-        *spent,
-        step_s - sum(spent),
-        report.peak_in_flight,
-    )

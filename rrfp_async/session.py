@@ -20,6 +20,7 @@ from rrfp_async.bus.base import Bus
 from rrfp_async.bus.messages import (
     Failure,
     Farewell,
+    GradientReport,
     Hello,
     Message,
     PeerLost,
@@ -27,6 +28,7 @@ from rrfp_async.bus.messages import (
     RankDone,
     StepBegin,
     StepEnd,
+    Verdict,
 )
 from rrfp_async.errors import BusError, ProtocolError, StepFailed
 from rrfp_async.ids import TaskId
@@ -36,9 +38,15 @@ FIRST_RANK = 0
 """The rank that announces steps and ends them."""
 
 _HELD_MOST = 65_536
+_NOTHING_TO_TELL = GradientReport(norms=None, finite=True, scale=None)
 
 Settings = tuple[tuple[str, str], ...]
+Judge = Callable[[Mapping[int, GradientReport]], Verdict | None]
 M = TypeVar("M")
+
+
+def _no_verdict(_reports: Mapping[int, GradientReport]) -> None:
+    """Where no rank clips or scales."""
 
 
 class Session:
@@ -57,6 +65,7 @@ class Session:
         settings: Settings,
         clock: Callable[[], float],
         stall_timeout_s: float,
+        judge: Judge = _no_verdict,
     ) -> None:
         self.steps_done = 0
         self._bus = bus
@@ -65,6 +74,7 @@ class Session:
         self._last_rank = topology.rank_of(topology.last_stage)
         self._settings = settings
         self._clock = clock
+        self._judge = judge
         self._stall_timeout_s = stall_timeout_s
         self._greeted: set[int] = set()
         self._all_greeted = asyncio.Event()
@@ -91,7 +101,7 @@ class Session:
         self._update = update
         self._announced: asyncio.Future[StepBegin] = loop.create_future()
         self._ended: asyncio.Future[StepEnd] = loop.create_future()
-        self._done: dict[int, float | None] = {}
+        self._done: dict[int, RankDone] = {}
         self._progress: dict[int, Progress] = {}
         self._progressed_s = self._clock()
         self._in_step = True
@@ -117,18 +127,22 @@ class Session:
         self._tell_all(StepBegin(self.steps_done, self._training, self._update, sizes))
         return sizes
 
-    async def end(self, loss: float | None) -> float | None:
+    async def end(
+        self, loss: float | None, gradients: GradientReport | None = None
+    ) -> tuple[float | None, Verdict | None]:
         """Say that this rank's tasks are done, with the loss if it lives here; wait for all others.
 
         Returns:
-            The step's loss, equal on every rank; None for an evaluation without a target.
+            The step's loss, equal on every rank; None for an evaluation without a target. And how
+            to update, also equal; None if no rank reported on its gradients.
         """
-        done = RankDone(self.steps_done, loss)
+        done = RankDone(self.steps_done, loss, gradients)
         if self._rank == FIRST_RANK:
             self._on_rank_done(self._rank, done)
         else:
             self._bus.send_nowait(FIRST_RANK, done)
-        return (await self._ended).loss
+        ended = await self._ended
+        return ended.loss, ended.verdict
 
     def report_progress(self, events: int, report: str) -> None:
         """Tell how far this rank is; `report` is what it waits for, if nothing has happened.
@@ -243,9 +257,12 @@ class Session:
         _settle(self._announced, message)
 
     def _on_rank_done(self, source: int, message: RankDone) -> None:
-        self._done[source] = message.loss
+        self._done[source] = message
         if len(self._done) == self._world_size:
-            end = StepEnd(message.step, self._done[self._last_rank])
+            told = {rank: self._done[rank].gradients for rank in range(self._world_size)}
+            reports = {rank: report or _NOTHING_TO_TELL for rank, report in told.items()}
+            verdict = self._judge(reports) if any(told.values()) else None
+            end = StepEnd(message.step, self._done[self._last_rank].loss, verdict)
             self._tell_all(end)
             self._on_step_end(self._rank, end)
 

@@ -15,13 +15,16 @@ from rrfp_async.bus.messages import (
     Envelope,
     Failure,
     Farewell,
+    GradientReport,
     Header,
     Hello,
     Message,
+    Norms,
     Progress,
     RankDone,
     StepBegin,
     StepEnd,
+    Verdict,
 )
 from rrfp_async.errors import CodecError
 from rrfp_async.ids import Edge, Layout, Link, Plain, TaskId, TaskKind, TensorSpec
@@ -93,10 +96,14 @@ def _list_of(read: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     return read_list
 
 
-def _pair(value: Any) -> list[Any]:
-    if type(value) is not list or len(value) != 2:
-        raise _refuse("a pair", value)
+def _items(value: Any, count: int) -> list[Any]:
+    if type(value) is not list or len(value) != count:
+        raise _refuse(f"a list of {count}", value)
     return value
+
+
+def _pair(value: Any) -> list[Any]:
+    return _items(value, 2)
 
 
 def _setting(value: Any) -> tuple[str, str]:
@@ -115,18 +122,15 @@ def _link(value: Any) -> Link:
 
 
 def _task(value: Any) -> TaskId:
-    if type(value) is not list or len(value) != 3:
-        raise _refuse("a task", value)
-    stage, kind, microbatch = value
+    stage, kind, microbatch = _items(value, 3)
     if type(kind) is not str or kind not in _KIND_OF_LETTER:
         raise _refuse("a task's kind", kind)
     return TaskId(_count(stage), _KIND_OF_LETTER[kind], _count(microbatch))
 
 
 def _spec(value: Any) -> TensorSpec:
-    if type(value) is not list or len(value) != 3:
-        raise _refuse("a tensor spec", value)
-    return TensorSpec(_list_of(_count)(value[0]), _text(value[1]), _bool(value[2]))
+    shape, dtype, requires_grad = _items(value, 3)
+    return TensorSpec(_list_of(_count)(shape), _text(dtype), _bool(requires_grad))
 
 
 def _plain_value(value: Any) -> Plain:
@@ -146,6 +150,23 @@ def _layout(value: Any) -> Layout:
     return Layout(_optional(_text)(structure), _list_of(_leaf)(plain))
 
 
+def _norms(value: Any) -> Norms:
+    stage, dtype, norms = _items(value, 3)
+    return _count(stage), _text(dtype), _list_of(_float)(norms)
+
+
+def _gradients(value: Any) -> GradientReport:
+    norms, finite, scale = _items(value, 3)
+    return GradientReport(
+        _optional(_list_of(_norms))(norms), _bool(finite), _optional(_float)(scale)
+    )
+
+
+def _verdict(value: Any) -> Verdict:
+    norm, dtype, finite = _items(value, 3)
+    return Verdict(_optional(_float)(norm), _optional(_text)(dtype), _bool(finite))
+
+
 _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyType(
     {
         Hello: {"settings": _list_of(_setting)},
@@ -160,8 +181,12 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
             "payload": _optional(_bytes),
             "layout": _layout,
         },
-        RankDone: {"step": _count, "loss": _optional(_float)},
-        StepEnd: {"step": _count, "loss": _optional(_float)},
+        RankDone: {
+            "step": _count,
+            "loss": _optional(_float),
+            "gradients": _optional(_gradients),
+        },
+        StepEnd: {"step": _count, "loss": _optional(_float), "verdict": _optional(_verdict)},
         Failure: {
             "step": _count,
             "rank": _count,
@@ -200,6 +225,8 @@ _PLAIN: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
         Edge: lambda edge: (edge.source, edge.target),
         Link: lambda link: (link.source, link.target),
         TensorSpec: lambda spec: (spec.shape, spec.dtype, spec.requires_grad),
+        GradientReport: lambda told: (_plain(told.norms), told.finite, told.scale),
+        Verdict: lambda verdict: (verdict.grad_norm, verdict.dtype, verdict.finite),
         Layout: lambda layout: (layout.structure, layout.plain),  # whole, or it is another
         tuple: _plain_list,
         str: _plain_text,

@@ -51,20 +51,69 @@ class Header:
     layout: Layout = TENSORS_ONLY
 
 
+Norms = tuple[int, str, tuple[float, ...]]
+"""A stage, a dtype ("float32"), and the 2-norms of consecutive gradients of that dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReport:
+    """What a rank's gradients look like when its tasks are done. Plain values, to be sent.
+
+    Attributes:
+        norms: The norms of the rank's counted gradients, unscaled, each stage's in the order of its
+            parameters; None without a `max_grad_norm`.
+        finite: Whether no inf or NaN was found while unscaling; True without a scaler.
+        scale: What the loss was multiplied by; None without a scaler.
+    """
+
+    norms: tuple[Norms, ...] | None
+    finite: bool
+    scale: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How the step ends, equal on every rank. Plain values, to be sent.
+
+    Attributes:
+        grad_norm: The 2-norm of all gradients before clipping; None without a `max_grad_norm`.
+        dtype: That in which torch computed it ("float32"); None where it did not.
+        finite: Whether the optimizers step; else all skip the step and the scale backs off.
+    """
+
+    grad_norm: float | None
+    dtype: str | None
+    finite: bool
+
+
 @dataclass(frozen=True, slots=True)
 class RankDone:
-    """A rank has run all its tasks; the last stage's rank adds the loss."""
+    """A rank has run all its tasks; the last stage's rank adds the loss.
+
+    Attributes:
+        step: The step.
+        loss: The batch's.
+        gradients: What is to be known of the rank's gradients; None if nothing is.
+    """
 
     step: int
     loss: float | None
+    gradients: GradientReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnd:
-    """Every rank has run all its tasks: the step counts, and this is its loss."""
+    """Every rank has run all its tasks: the step counts.
+
+    Attributes:
+        step: The step.
+        loss: The batch's.
+        verdict: How every rank updates; None if as always.
+    """
 
     step: int
     loss: float | None
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True, slots=True)

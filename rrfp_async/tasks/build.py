@@ -8,6 +8,7 @@ import torch
 
 from rrfp_async.tasks.loss import Loss
 from rrfp_async.tasks.stage import Stage
+from rrfp_async.tasks.update import Update
 from rrfp_async.topology import Topology
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -148,3 +149,42 @@ def build_optimizer(
             f"stages: build it from their parameters"
         )
     return optimizer
+
+
+def build_update(
+    optimizer: torch.optim.Optimizer | None,
+    stages: dict[int, Stage],
+    topology: Topology,
+    *,
+    device: torch.device,
+    max_grad_norm: float | None,
+    grad_scaler: torch.amp.GradScaler | None,
+) -> Update:
+    """What ends a training step: every parameter belongs to its first stage here, copies to home.
+
+    Raises:
+        ValueError: If clipping or scaling is not set as it must be.
+    """
+    owned: dict[int, list[torch.nn.Parameter]] = {}
+    seen: set[int] = set()
+    for index, stage in stages.items():
+        new = [each for each in stage.module.parameters() if id(each) not in seen]
+        seen.update(map(id, new))
+        owned[index] = new
+    homes = {tied.owners[0] for tied in topology.tied_parameters}
+    copies = {owner for tied in topology.tied_parameters for owner in tied.owners[1:]}
+    named = {
+        (index, name): id(each)
+        for index, stage in stages.items()
+        for name, each in stage.module.named_parameters()
+    }
+    counted = {named[owner] for owner in homes if owner in named}
+    not_counted = {named[owner] for owner in copies if owner in named} - counted
+    return Update(
+        optimizer,
+        owned,
+        device=device,
+        max_grad_norm=max_grad_norm,
+        grad_scaler=grad_scaler,
+        not_counted=not_counted,
+    )

@@ -51,23 +51,21 @@ class Loss:
     def __init__(self, function: LossFn, reduction: Reduction = "mean") -> None:
         self._function = function
         self._reduction = reduction
+        self._scale_of: Callable[[], torch.Tensor | None] = _unscaled
         self.begin_step((), ())
 
-    def begin_step(
-        self,
-        targets: Sequence[Any],
-        sizes: Sequence[int],
-        scale: torch.Tensor | None = None,
-    ) -> None:
+    def scale_by(self, scale: Callable[[], torch.Tensor | None]) -> None:
+        """From now on multiply every loss before its backward by what `scale` returns."""
+        self._scale_of = scale
+
+    def begin_step(self, targets: Sequence[Any], sizes: Sequence[int]) -> None:
         """Start a step.
 
         Args:
             targets: One per microbatch; none for a step without a loss.
             sizes: Samples per microbatch.
-            scale: What every loss is multiplied with before its backward.
         """
         self._targets = targets
-        self._scale = scale
         self._counts: Sequence[float] = () if callable(self._reduction) else sizes
         self._all: float = sum(self._counts)
         self._losses: dict[int, torch.Tensor] = {}
@@ -97,7 +95,8 @@ class Loss:
             return None
         self._losses[microbatch] = loss.detach()
         weighted = loss if self._reduction == "sum" else loss * weight
-        return weighted if self._scale is None else weighted * self._scale
+        scale = self._scale_of()
+        return weighted if scale is None else weighted * scale
 
     def losses(self) -> list[float]:
         """What the function said of each microbatch, in their order; reads the device."""
@@ -117,6 +116,10 @@ class Loss:
             self._counts = [_checked(self._reduction, target) for target in self._targets]
             self._all = sum(self._counts)
         return self._counts[microbatch] / self._all if self._all else 0.0
+
+
+def _unscaled() -> None:
+    """Without a scaler."""
 
 
 def _checked(count: Count, target: Any) -> float:

@@ -121,6 +121,10 @@ class Stage:
         """From now on compute with a stand-in for a parameter that another stage here has too."""
         self._aliases.append(Alias(self.module, parameter))
 
+    def complete_gradients(self) -> None:
+        """After a training step's last task: what got no gradient in it keeps no older one."""
+        self._zero_once()
+
     def give_tied(self, name: str, gradient: torch.Tensor | None) -> None:
         """Set the gradient that all owners of a tied parameter have in common.
 

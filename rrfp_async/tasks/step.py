@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from rrfp_async.bus.messages import GradientReport, Verdict
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.stage import Stage, StageInputs
 
@@ -17,12 +18,15 @@ class StepRequest:
         update: Whether it ends in an update.
         zero_gradients: Whether the first accumulation starts from nothing.
         batch: Gets this rank's part of the batch; may wait for data.
+        report: Says on the device what other ranks must know of this one's gradients; None if
+            nothing.
     """
 
     training: bool
     update: bool
     zero_gradients: bool
     batch: Callable[[], Awaitable[Batch]]
+    report: Callable[[], GradientReport] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,7 @@ class StepReport:
     blocking_s: float
     coordination_s: float
     peak_in_flight: int
+    verdict: Verdict | None
 
 
 def stage_inputs(

@@ -6,12 +6,14 @@ from rrfp_async.bus.messages import (
     Envelope,
     Failure,
     Farewell,
+    GradientReport,
     Header,
     Hello,
     Progress,
     RankDone,
     StepBegin,
     StepEnd,
+    Verdict,
 )
 from rrfp_async.ids import Edge, Layout, Link, TaskId, TaskKind, TensorSpec
 
@@ -31,6 +33,9 @@ def many(element: st.SearchStrategy) -> st.SearchStrategy:
 
 
 layouts = st.builds(Layout, st.none() | texts, many(st.tuples(counts, plain)))
+norms = st.tuples(counts, texts, many(floats))
+reports = st.builds(GradientReport, st.none() | many(norms), st.booleans(), st.none() | floats)
+verdicts = st.builds(Verdict, st.none() | floats, st.none() | texts, st.booleans())
 messages = st.one_of(
     st.builds(Hello, many(st.tuples(texts, texts))),
     st.builds(StepBegin, counts, st.booleans(), st.booleans(), many(counts)),
@@ -45,8 +50,8 @@ messages = st.one_of(
         st.none() | st.binary(max_size=200),
         layouts,
     ),
-    st.builds(RankDone, counts, st.none() | floats),
-    st.builds(StepEnd, counts, st.none() | floats),
+    st.builds(RankDone, counts, st.none() | floats, st.none() | reports),
+    st.builds(StepEnd, counts, st.none() | floats, st.none() | verdicts),
     st.builds(
         Failure,
         counts,

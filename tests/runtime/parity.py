@@ -71,6 +71,7 @@ def build(case: Case, stages: list[nn.Module], world: r.World, folder: Path | No
         world=world,
         config=r.Config(**options),
         loss_fn=case.loss_fn,
+        loss_reduction=case.count or "mean",
         optimizer=case.make_optimizer,
     )
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from rrfp_async import Microbatches
 
@@ -33,7 +34,8 @@ class Step:
 class Case:
     """A model in stages, and the steps it goes through. Stage modules are copied before use.
 
-    `chunks` and `placement` only say which rank owns what.
+    `chunks` and `placement` only say which rank owns what. `count` is what a microbatch's loss is
+    weighted by, instead of its samples.
     """
 
     stages: Sequence[nn.Module]
@@ -45,6 +47,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     chunks: int = 1
     placement: str | tuple[int, ...] = "loop"
+    count: Callable[[Any], Any] | None = None
 
     @property
     def graph(self) -> tuple[tuple[int, int], ...]:
@@ -125,9 +128,10 @@ def _run_microbatches(
     sizes = [_samples(part) for part in first]
     targets = split_target(step.target, sizes)
     losses, outputs, weights = [], [], []
-    for j, size in enumerate(sizes):
+    counts = sizes if case.count is None or targets is None else list(map(case.count, targets))
+    for j, count in enumerate(counts):
         output = _forward(case, stages, {s: [c[j] for c in cs] for s, cs in columns.items()})
-        weights.append(size / sum(sizes))
+        weights.append(float(count) / float(sum(counts)))
         outputs.append(output.detach() if isinstance(output, Tensor) else output)
         if targets is None:
             continue
@@ -148,8 +152,8 @@ def _forward(case: Case, stages: list[nn.Module], inputs: dict[int, list[Any]]) 
             arguments = list(arguments[0])
         for source in sources:
             output = sent[source]
-            tensors = output if isinstance(output, tuple | list) else (output,)
-            arguments += [_cross(tensor) for tensor in tensors]
+            tensors = output if type(output) in (tuple, list) else (output,)
+            arguments += [pytree.tree_map_only(Tensor, _cross, tensor) for tensor in tensors]
         sent[index] = module(*arguments)
     return sent[len(stages) - 1]
 

@@ -116,11 +116,23 @@ def _call(*args: Any, **kwargs: Any) -> Call:
 FIRST_RANK_STEPS: list[Any] = [
     ("batch below the microbatches", _call(torch.ones(3, 8)), "3 samples cannot be split into 4"),
     ("no inputs", _call(), "rank 0 owns a stage that takes inputs and got none"),
-    ("kwargs disagree", _call(x=torch.ones(8, 8), y=torch.ones(6, 8)), "'y'\": 6"),
-    ("args disagree", _call(torch.ones(8, 8), torch.ones(9, 8)), "argument 1': 9"),
-    ("no dimensions", _call(torch.tensor(1.0)), "without dimensions"),
+    (
+        "kwargs disagree",
+        _call(x=torch.ones(8, 8), y=torch.ones(6, 8)),
+        "keyword argument 'y' has 6 samples in dimension 0, the batch has 8",
+    ),
+    (
+        "args disagree",
+        _call(torch.ones(8, 8), torch.ones(9, 8)),
+        "argument 1 has 9 samples in dimension 0, the batch has 8",
+    ),
+    ("no dimensions", _call(torch.tensor(1.0)), "holds no tensor with a batch dimension"),
     ("no tensor", _call(3), "holds no tensor with a batch dimension"),
-    ("not splittable", _call(torch.ones(8, 8), [1, 2]), "type list cannot be split"),
+    (
+        "not splittable",
+        _call(torch.ones(8, 8), [object()]),
+        "argument 1[0] of type object cannot be split",
+    ),
     (
         "microbatches disagree",
         _call(r.Microbatches([whole()] * 2), r.Microbatches([whole()] * 3)),
@@ -144,7 +156,7 @@ async def test_bad_inputs_on_the_first_rank_end_the_step_on_all(call: Call, mess
 LAST_RANK_STEPS: list[Any] = [
     ("no target", _call(), {}, "owns the last stage, got no target"),
     ("short target", _call(target=torch.ones(7, 8)), {}, "target has 7 samples, the inputs have 8"),
-    ("a list", _call(target=[1]), {}, "target of type list cannot be split"),
+    ("a list", _call(target=[object()]), {}, "target[0] of type object cannot be split"),
     (
         "other microbatches",
         _call(target=r.Microbatches([1, 2])),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 import rrfp_async as r
+from rrfp_async.agreed import agreed_settings
 from rrfp_async.bus.base import Bus
 from rrfp_async.bus.codec import decode, encode
 from rrfp_async.bus.inproc import InprocHub
@@ -19,7 +20,6 @@ from rrfp_async.bus.messages import (
     StepBegin,
     StepEnd,
 )
-from rrfp_async.runtime import _settings
 from rrfp_async.session import Session
 
 
@@ -64,7 +64,7 @@ async def second() -> AsyncIterator[Second]:
 async def test_a_step_ends_with_the_loss_that_the_first_rank_tells(second: Second) -> None:
     """StepEnd settles the step."""
     second.session.handle(0, StepEnd(0, 0.5))
-    assert await second.end == 0.5
+    assert await second.end == (0.5, None)
     assert second.session.steps_done == 1
 
 
@@ -75,7 +75,7 @@ async def test_a_farewell_right_behind_the_step_s_end_is_not_forgotten(second: S
         second.session.handle(0, Farewell(1))
     except r.StepFailed:
         pytest.fail("the farewell undid a step that succeeded everywhere")
-    assert await second.end == 0.5
+    assert await second.end == (0.5, None)
     second.session.open_step(training=True, update=True)
     with pytest.raises(r.StepFailed, match=r"rank 0.*closed its Runtime with 1 steps done"):
         async with asyncio.timeout(5.0):
@@ -86,7 +86,7 @@ async def test_a_failure_of_the_next_step_leaves_this_one_whole(second: Second) 
     """A step that returned on one rank has succeeded on all, whatever the next one brings."""
     second.session.handle(0, StepEnd(0, 0.5))
     second.session.handle(0, Failure(1, 0, None, None, None, "ValueError: bad batch"))
-    assert await second.end == 0.5
+    assert await second.end == (0.5, None)
 
 
 async def test_messages_of_the_next_step_are_early(second: Second) -> None:
@@ -120,24 +120,17 @@ async def test_an_announcement_after_a_cancelled_begin_is_no_fault() -> None:
     session.handle(0, StepBegin(0, training=True, update=True, sizes=(1,)))
 
 
-@dataclass
-class WorldOf:
-    """As much of a world as its settings need."""
-
-    topology: r.Topology
-
-
 def _over_the_wire(settings: tuple[tuple[str, str], ...]) -> object:
     return decode(encode(Envelope(0, 0, Hello(settings)))).message.settings
 
 
 def test_the_settings_of_a_small_world_arrive_whole() -> None:
     """What a rank compares is what its peer sent."""
-    settings = _settings(r.Config(microbatches=1), WorldOf(r.Topology(16)))  # type: ignore[arg-type]
+    settings = agreed_settings(r.Config(microbatches=1), r.Topology(16))
     assert _over_the_wire(settings) == settings
 
 
 def test_the_settings_of_thousands_of_ranks_arrive_whole() -> None:
     """A chain of 2,000 stages greets with equal settings, not with a text cut short."""
-    settings = _settings(r.Config(microbatches=1), WorldOf(r.Topology(2000)))  # type: ignore[arg-type]
+    settings = agreed_settings(r.Config(microbatches=1), r.Topology(2000))
     assert _over_the_wire(settings) == settings

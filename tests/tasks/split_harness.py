@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from rrfp_async.ids import Edge
 from rrfp_async.tasks.boundary import Activation
-from rrfp_async.tasks.loss import Loss
 from rrfp_async.tasks.build import build_stages
+from rrfp_async.tasks.loss import Loss
 from rrfp_async.tasks.split_support import split_support
 from rrfp_async.tasks.stage import Stage, StageInputs
 from rrfp_async.topology import Topology
