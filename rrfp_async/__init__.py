@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from rrfp_async.config import Config
     from rrfp_async.errors import (
         BusError,
+        CheckpointError,
         CodecError,
         DataExhausted,
         ProtocolError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rrfp_async.runtime import Runtime
     from rrfp_async.tasks.batch import Microbatches
     from rrfp_async.tasks.chunk_spec import REPLICATE, TensorChunkSpec
+    from rrfp_async.tasks.generators import Phase, rng_stream
     from rrfp_async.tasks.loss import TokenMean
     from rrfp_async.tasks.weight_grad_store import WeightGradStore, weight_grad_store
     from rrfp_async.topology import Topology
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 _ROOM_OF = {
     "Admissible": "hints",
     "BusError": "errors",
+    "CheckpointError": "errors",
     "CodecError": "errors",
     "Config": "config",
     "DataExhausted": "errors",
@@ -45,6 +48,7 @@ _ROOM_OF = {
     "Edge": "ids",
     "HintOrder": "hints",
     "Microbatches": "tasks.batch",
+    "Phase": "tasks.generators",
     "ProtocolError": "errors",
     "REPLICATE": "tasks.chunk_spec",
     "RankedHint": "hints",
@@ -63,6 +67,7 @@ _ROOM_OF = {
     "WeightGradStore": "tasks.weight_grad_store",
     "World": "world",
     "local_world": "world",
+    "rng_stream": "tasks.generators",
     "run": "launch",
     "run_local": "launch",
     "split_sequential": "partition",
@@ -76,6 +81,7 @@ __all__ = [
     "REPLICATE",
     "Admissible",
     "BusError",
+    "CheckpointError",
     "CodecError",
     "Config",
     "DataExhausted",
@@ -83,6 +89,7 @@ __all__ = [
     "Edge",
     "HintOrder",
     "Microbatches",
+    "Phase",
     "ProtocolError",
     "RankedHint",
     "RrfpError",
@@ -100,6 +107,7 @@ __all__ = [
     "WeightGradStore",
     "World",
     "local_world",
+    "rng_stream",
     "run",
     "run_local",
     "split_sequential",

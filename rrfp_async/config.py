@@ -41,6 +41,9 @@ class Config:
             for `data=` is part of the step.
         port: First TCP port for control messages between processes; rank r of a host binds
             port + r. 0 takes any free one.
+        seed: Of all that stages draw, dropout for one, an int of 0 to 2**64 - 1: masks depend on
+            it, the training step, the stage and the microbatch only. None takes the first rank's
+            `torch.initial_seed()` as it is when its Runtime is built.
         trace_dir: Folder for the dispatch log `rank{r}.jsonl`, or None for no log.
 
     Raises:
@@ -57,6 +60,7 @@ class Config:
     peer_timeout_s: float = 30.0
     stall_timeout_s: float = 120.0
     port: int = 0
+    seed: int | None = None
     trace_dir: str | Path | None = None
     order: HintOrder | Schedule = field(init=False, repr=False, compare=False)
 
@@ -73,6 +77,8 @@ class Config:
             _require_seconds(name, getattr(self, name))
         if type(self.port) is not int or not 0 <= self.port <= _PORT_MOST:
             raise ValueError(f"port={self.port!r} must be an int of 0 to {_PORT_MOST}: 0 is any")
+        if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**64):
+            raise ValueError(f"seed={self.seed!r} must be an int of 0 to 2**64 - 1, or None")
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | Path):
             raise ValueError(f"trace_dir={self.trace_dir!r} must be a path or None")
         object.__setattr__(self, "order", resolve_hint(self.hint))
@@ -146,6 +152,7 @@ class Config:
             ("activation_budget_bytes", str(self.activation_budget_bytes)),
             ("microbatches", str(self.microbatches)),
             ("deterministic", str(self.deterministic)),
+            ("seed", str(self.seed)),
             ("peer_timeout_s", str(self.peer_timeout_s)),
             ("stall_timeout_s", str(self.stall_timeout_s)),
         )

@@ -17,7 +17,7 @@ import torch
 
 from rrfp_async.arbiter import Arbiter
 from rrfp_async.backpressure import Backpressure
-from rrfp_async.bus.messages import Header, Message
+from rrfp_async.bus.messages import Header, Message, StepBegin
 from rrfp_async.config import Config
 from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, TransferError
 from rrfp_async.executor import Executor
@@ -173,14 +173,14 @@ class Dispatcher:
             batch = await request.batch()
             arguments = batch.split_inputs() if self._takes_inputs else []
             own_sizes = batch.sizes(arguments) if arguments else None
-            sizes = await self._session.begin(own_sizes)
-            self._check_sizes(own_sizes, sizes)
+            begin = await self._session.begin(own_sizes, request.seed)
+            self._check_sizes(own_sizes, begin.sizes)
             self._world.device.follow_caller()
         accounts.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
             self._outbox.begin_step(self._transfers, training=request.training)
             with self._part_of_step():
-                self._begin(request, batch, arguments, sizes)
+                self._begin(request, batch, arguments, begin)
                 await self._executor.run_all(self._transfers, training=request.training)
             drained = clock()
         with self._part_of_step():
@@ -209,18 +209,18 @@ class Dispatcher:
         request: StepRequest,
         batch: Batch,
         arguments: list[Arguments],
-        sizes: tuple[int, ...],
+        begin: StepBegin,
     ) -> None:
         """Set up the step's tasks, then act on the headers that came before them."""
         for stage in self._stages.values():
-            inputs = stage_inputs(stage, request, batch, arguments, sizes)
+            inputs = stage_inputs(stage, request, batch, arguments, begin)
             stage.begin_step(replace(inputs, keep_outputs=True) if self._keep_outputs else inputs)
         split = [stage.index for stage in self._stages.values() if stage.splits]
         reduced = self._reduction.tasks() if request.update else {}
         if request.update:
             self._reduction.begin_step()
         tasks = self._ready_set.begin_step(
-            len(sizes), backward=request.training, split=split, reduced=reduced
+            len(begin.sizes), backward=request.training, split=split, reduced=reduced
         )
         self._arbiter.begin_step([task for task in tasks if task.kind is not TaskKind.R])
         self._arbiter.add(self._ready_set.ready_now())

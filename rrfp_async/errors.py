@@ -7,7 +7,8 @@
     ├── ProtocolError     an event the decision core or the dispatcher has no place for
     ├── BusError          the control plane lost, doubled or cannot take a message
     │   └── CodecError    a frame that is no message
-    └── TransferError     a tensor did not arrive as its header announced it
+    ├── TransferError     a tensor did not arrive as its header announced it
+    └── CheckpointError   a save or load failed on some rank; every rank raises it with the cause
 
 Bad arguments are a plain `ValueError`. This file knows no other room.
 """
@@ -39,6 +40,10 @@ class CodecError(BusError):
 
 class TransferError(RrfpError):
     """A tensor whose shape or dtype differs from its header, or a transfer cut short."""
+
+
+class CheckpointError(RrfpError):
+    """A save or load that failed on every rank: no access, a damaged file, a rank that is lost."""
 
 
 class StepFailed(RrfpError):

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,22 +16,22 @@ import torch
 
 from rrfp_async.agreed import agreed_settings
 from rrfp_async.bus.base import Bus
+from rrfp_async.checkpoint.checkpoint import Checkpointer
+from rrfp_async.checkpoint.part import Names, Part
 from rrfp_async.closing import surely
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
-from rrfp_async.errors import DataExhausted, StateError
-from rrfp_async.gpu.completion import WaitingThread
+from rrfp_async.errors import StateError
+from rrfp_async.feed import Feed
 from rrfp_async.result import StepResult, result_of
 from rrfp_async.session import Session
-from rrfp_async.tasks.batch import Batch
 from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages, build_update
+from rrfp_async.tasks.generators import Streams
 from rrfp_async.tasks.loss import Loss, LossFn, Reduction, check_reduction
 from rrfp_async.tasks.step import StepReport, StepRequest
 from rrfp_async.tasks.update import verdict
 from rrfp_async.trace.writer import open_trace
 from rrfp_async.world import World
-
-_NO_MORE = object()
 
 
 class Runtime:
@@ -59,6 +60,8 @@ class Runtime:
             each.
         kwargs_chunk_spec: The same by keyword.
         target_chunk_spec: The same for the target.
+        names: For checkpoints, where a parameter's name in its stage is not its name in the
+            unpartitioned model: `names(stage, name_in_stage)` returns the latter.
         data: An iterator of (inputs, target) for `train_step()` without arguments, on the ranks
             that consume them. Inputs are a tensor, a tuple of positional arguments or a dict of
             keyword arguments.
@@ -69,6 +72,7 @@ class Runtime:
 
     Attributes:
         optimizer: The optimizer, or None; learning-rate schedulers need it.
+        steps_trained: Training steps that have ended well, those before a loaded save included.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class Runtime:
         args_chunk_spec: Sequence[Any] | None = None,
         kwargs_chunk_spec: Mapping[str, Any] | None = None,
         target_chunk_spec: Any = None,
+        names: Names | None = None,
         data: Iterable[tuple[Any, Any]] | None = None,
     ) -> None:
         check_reduction(loss_reduction)
@@ -99,11 +104,9 @@ class Runtime:
             split=config.splits,
             insist=config.insists_on_split,
             count_bytes=config.activation_budget_bytes is not None,
+            make_streams=partial(Streams, world.generators, world.device.torch_device, 0),
         )
         config.check_order(world.topology)
-        self._takes_inputs = any(stage.is_source for stage in self._stages.values())
-        self._needs_target = any(stage.is_last for stage in self._stages.values())
-        self._loss_fn = loss_fn
         self.optimizer = build_optimizer(optimizer, self.parameters(), world.rank)
         self._update = build_update(
             self.optimizer,
@@ -116,10 +119,23 @@ class Runtime:
         if loss is not None:
             loss.scale_by(self._update.loss_scale)
         self._reports = max_grad_norm is not None or self._update.scales
-        self._chunk_specs = (args_chunk_spec, kwargs_chunk_spec, target_chunk_spec)
-        self._data: Iterator[tuple[Any, Any]] | None = None if data is None else iter(data)
         self._resources = AsyncExitStack()
-        self._data_thread: WaitingThread | None = None
+        self._feed = Feed(
+            world,
+            config.microbatches,
+            takes_inputs=any(stage.is_source for stage in self._stages.values()),
+            needs_target=any(stage.is_last for stage in self._stages.values()),
+            has_loss=loss_fn is not None,
+            chunk_specs=(args_chunk_spec, kwargs_chunk_spec, target_chunk_spec),
+            data=data,
+            naming=self._naming_this_rank,
+        )
+        self._resources.callback(self._feed.close)
+        self._seed = torch.initial_seed() if config.seed is None else config.seed
+        self._names = names
+        self.steps_trained = 0
+        self._steps_evaluated = 0
+        self._checkpointer: Checkpointer | None = None
         self._dispatcher: Dispatcher | None = None
         self._session: Session | None = None
         self._bus: Bus | None = None
@@ -147,6 +163,13 @@ class Runtime:
     async def _start(self) -> None:
         wires = await self._resources.enter_async_context(self._world.connect(self._config))
         self._bus = wires.bus
+        self._checkpointer = Checkpointer(
+            Part({i: s.module for i, s in self._stages.items()}, self.optimizer, self._names),
+            world=self._world,
+            store=wires.store,
+            come_within_s=self._config.stall_timeout_s,
+            silent_within_s=self._config.peer_timeout_s,
+        )
         self._session = Session(
             bus=wires.bus,
             rank=self._world.rank,
@@ -154,6 +177,7 @@ class Runtime:
             settings=agreed_settings(self._config, self._world.topology),
             clock=self._world.clock,
             stall_timeout_s=self._config.stall_timeout_s,
+            begins_together=self._world.begins_together,
             judge=verdict,
         )
         self._resources.callback(self._session.say_farewell)
@@ -216,27 +240,86 @@ class Runtime:
         The target may be absent: then there is no loss. Parameters, their gradients and the
         modules' training modes are as before.
         """
-        if "update" in kwargs:
-            error = ValueError("update= is reserved for train_step: an evaluation never updates")
-            return await self._guarded(_raiser(error))
         return await self._guarded(self._evaluate(args, kwargs, target))
+
+    async def save(self, path: str | PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
+        """Write all ranks' state as one checkpoint of torch.distributed.checkpoint.
+
+        Every rank calls it, between two steps. Names are the unpartitioned model's, so `load` may
+        put the state on any number of ranks and stages. An older checkpoint stays until this one
+        is whole. After an error or a cancellation, which end it everywhere, steps can go on.
+
+        Args:
+            path: A folder on a file system that every rank sees; made if need be.
+            extra: More to keep, such as a scheduler's state: tensors, plain values, and lists and
+                dicts of them. A key that several ranks give is taken from the lowest.
+
+        Raises:
+            ValueError: If two stages hold the same name, a value cannot be kept, or something else
+                is at `path`; the same on every rank.
+            StateError: If the Runtime is closed, failed or busy, or holds gradients without update.
+            CheckpointError: If a rank cannot write or is not there; the same on every rank.
+        """
+        with self._between_steps() as checkpointer:
+            if not self._gradients_used:
+                raise StateError(
+                    "save() after a step with update=False would lose its gradients: save after a "
+                    "step that updates"
+                )
+            run = {"steps_trained": self.steps_trained, "seed": str(self._seed)}
+            run |= self._update.state()
+            await checkpointer.save(path, run=run, extra=extra or {})
+
+    async def load(self, path: str | PathLike[str], *, optimizer: bool = True) -> dict[str, Any]:
+        """Take over what `save` has written, on however many ranks, before a step or the first.
+
+        Every rank calls it. Gradients without update are dropped. What stages draw goes on as it
+        would have, unless `Config.seed` says otherwise.
+
+        Args:
+            path: The folder given to `save`, or another DCP checkpoint whose `model` is such.
+            optimizer: False leaves the optimizers and the loss scale as they are.
+
+        Returns:
+            The `extra` of `save`, equal on every rank, with tensors on the CPU.
+
+        Raises:
+            ValueError: If there is no checkpoint, or its names, shapes, dtypes or optimizer groups
+                are not this pipeline's; the same on every rank, and nothing is changed.
+            StateError: If the Runtime is closed, failed or busy.
+            CheckpointError: If a rank cannot read or is not there; the same on every rank.
+        """
+        with self._between_steps() as checkpointer:
+            loaded = await checkpointer.load(path, optimizer=optimizer)
+            self.steps_trained = loaded.run.get("steps_trained", self.steps_trained)
+            if self._config.seed is None:
+                self._seed = int(loaded.run.get("seed", self._seed))
+            if optimizer:
+                self._update.restore(loaded.run)
+            self._gradients_used = True
+            return loaded.extra
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[Checkpointer]:
+        self._check_state()
+        if self._checkpointer is None:
+            raise StateError("this Runtime is not open: use `async with Runtime(...) as runtime:`")
+        self._busy = True
+        try:
+            yield self._checkpointer
+        finally:
+            self._busy = False
 
     async def _train(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, update: bool
     ) -> StepResult:
-        if self._needs_target and self._loss_fn is None:
-            raise ValueError(
-                f"rank {self._world.rank} owns the last stage and has no loss_fn: "
-                f"give Runtime(..., loss_fn=...)"
-            )
         begun = self._world.clock()
-        if not args and not kwargs and target is None and self._data is not None:
-            get = partial(self._next_batch, self._data)
-        else:
-            get = partial(self._whole, self._checked(args, kwargs, target, training=True))
+        get = self._feed.for_training(args, kwargs, target)
         told = self._update.report if update and self._reports else None
-        request = StepRequest(True, update, self._gradients_used, get, told)
+        number, zero = self.steps_trained, self._gradients_used
+        request = StepRequest(True, update, number, self._seed, zero, get, told)
         report = await self._open().run_step(request)
+        self.steps_trained += 1
         self._gradients_used = update
         if update:
             with self._naming_this_rank(report.step):
@@ -252,57 +335,12 @@ class Runtime:
     async def _evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> StepResult:
-        if self._needs_target and target is not None and self._loss_fn is None:
-            raise ValueError(
-                f"eval_step on rank {self._world.rank} got a target and has no loss_fn: give "
-                f"Runtime(..., loss_fn=...), or leave the target out"
-            )
         begun = self._world.clock()
-        get = partial(self._whole, self._checked(args, kwargs, target, training=False))
-        report = await self._open().run_step(StepRequest(False, False, False, get))
+        get = self._feed.for_evaluation(args, kwargs, target)
+        request = StepRequest(False, False, self._steps_evaluated, self._seed, False, get)
+        report = await self._open().run_step(request)
+        self._steps_evaluated += 1
         return result_of(report, self._world.clock() - begun)
-
-    def _checked(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, *, training: bool
-    ) -> Batch:
-        """This rank's part of the batch, with all in it that the rank needs."""
-        batch = Batch(args, kwargs, target, self._config.microbatches, *self._chunk_specs)
-        if self._takes_inputs and not batch.has_inputs:
-            raise ValueError(
-                f"rank {self._world.rank} owns a stage that takes inputs and got none: pass the "
-                f"inputs to the step or build the Runtime with data="
-            )
-        if training and self._needs_target and target is None:
-            raise ValueError(
-                f"train_step on rank {self._world.rank}, which owns the last stage, got no "
-                f"target: pass target= or build the Runtime with data="
-            )
-        return batch
-
-    async def _whole(self, batch: Batch) -> Batch:
-        return batch
-
-    async def _next_batch(self, data: Iterator[tuple[Any, Any]]) -> Batch:
-        """The next of `data=`, fetched on a thread: loading may block."""
-        with self._naming_this_rank():
-            if self._data_thread is None:
-                self._data_thread = WaitingThread(self._world.clock, name="rrfp-data")
-                self._resources.callback(self._data_thread.close)
-            item = (await self._data_thread.submit(partial(next, data, _NO_MORE))).value
-        if item is _NO_MORE:
-            raise DataExhausted(
-                f"data= of rank {self._world.rank} has no further batch: end the loop earlier or "
-                f"give an iterator that repeats"
-            )
-        if not isinstance(item, tuple | list) or len(item) != 2:
-            raise ValueError(
-                f"data= gave a {type(item).__name__}, not a pair: yield (inputs, target)"
-            )
-        inputs, target = item
-        if isinstance(inputs, Mapping):
-            return self._checked((), dict(inputs), target, training=True)
-        args = inputs if isinstance(inputs, tuple) else (inputs,)
-        return self._checked(args, {}, target, training=True)
 
     @contextmanager
     def _naming_this_rank(self, step: int | None = None) -> Iterator[None]:
@@ -343,7 +381,9 @@ class Runtime:
                 f"no further steps: build a new one on every rank"
             ) from self._failure
         if self._busy:
-            raise StateError("a step is running on this Runtime: await it before the next")
+            raise StateError(
+                "a step, save or load is running on this Runtime: await it before the next"
+            )
         if torch.is_autocast_enabled(self._world.device.torch_device.type):
             raise StateError(
                 "torch.autocast around a step does not reach the thread that computes: use it "
@@ -359,7 +399,3 @@ class Runtime:
     def __del__(self) -> None:
         if getattr(self, "_dispatcher", None) is not None and not self._closed:
             warnings.warn("a Runtime was never closed", ResourceWarning, stacklevel=2)
-
-
-async def _raiser(error: Exception) -> StepResult:
-    raise error

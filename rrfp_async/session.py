@@ -52,6 +52,9 @@ def _no_verdict(_reports: Mapping[int, GradientReport]) -> None:
 class Session:
     """One rank's view of the steps that all ranks go through together.
 
+    The first step begins when every rank has greeted the first one; with `begins_together` every
+    step does.
+
     Attributes:
         steps_done: Steps that have ended well; the number of the current or next one.
     """
@@ -65,6 +68,7 @@ class Session:
         settings: Settings,
         clock: Callable[[], float],
         stall_timeout_s: float,
+        begins_together: bool = False,
         judge: Judge = _no_verdict,
     ) -> None:
         self.steps_done = 0
@@ -74,6 +78,7 @@ class Session:
         self._last_rank = topology.rank_of(topology.last_stage)
         self._settings = settings
         self._clock = clock
+        self._begins_together = begins_together
         self._judge = judge
         self._stall_timeout_s = stall_timeout_s
         self._greeted: set[int] = set()
@@ -106,11 +111,11 @@ class Session:
         self._progressed_s = self._clock()
         self._in_step = True
 
-    async def begin(self, sizes: tuple[int, ...] | None) -> tuple[int, ...]:
+    async def begin(self, sizes: tuple[int, ...] | None, seed: int) -> StepBegin:
         """Announce the step (on the first rank, with its `sizes`) or wait for its announcement.
 
         Returns:
-            The samples of each microbatch, equal on every rank.
+            The samples of each microbatch and the seed, equal on every rank.
 
         Raises:
             StepFailed: If a rank has failed or left before.
@@ -118,14 +123,18 @@ class Session:
         held, self._held = self._held, deque()
         for source, message in held:
             self.handle(source, message)
+        greets = self.steps_done == 0 or self._begins_together
         if self._rank != FIRST_RANK or sizes is None:
-            if self.steps_done == 0:
+            if greets:
                 self._bus.send_nowait(FIRST_RANK, Hello(self._settings))
-            return (await self._announced).sizes
-        if self._world_size > 1:
+            return await self._announced
+        if self._world_size > 1 and greets:
             await self._all_greeted.wait()
-        self._tell_all(StepBegin(self.steps_done, self._training, self._update, sizes))
-        return sizes
+            self._greeted.clear()
+            self._all_greeted.clear()
+        begin = StepBegin(self.steps_done, self._training, self._update, seed, sizes)
+        self._tell_all(begin)
+        return begin
 
     async def end(
         self, loss: float | None, gradients: GradientReport | None = None

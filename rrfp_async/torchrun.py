@@ -203,7 +203,7 @@ class _Wiring:
             groups, rank=launch.rank, device=self._device, clock=time.perf_counter
         )
         resources.push_async_callback(surely, transfer.close)
-        return Wires(bus, transfer)
+        return Wires(bus, transfer, store)
 
     async def _connect_links(self, store: Any, timeout_s: float) -> dict[Link, Communicator]:
         """Connect on a thread that an exit does not wait for: gloo blocks until the peers come."""

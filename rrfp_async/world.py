@@ -8,12 +8,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 
 from rrfp_async.bus.base import Bus
 from rrfp_async.bus.inproc import InprocHub
@@ -24,15 +25,24 @@ from rrfp_async.gpu.delays import DelayedDevice, DelayedTransfer, Delays
 from rrfp_async.gpu.device import Device, make_device
 from rrfp_async.gpu.loopback import LoopbackFabric
 from rrfp_async.gpu.transfer import Transfer
+from rrfp_async.tasks.generators import Generators, shared_generators
 from rrfp_async.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
 class Wires:
-    """A Runtime's connections to its peers."""
+    """A Runtime's connections to its peers.
+
+    Attributes:
+        bus: For messages.
+        transfer: For tensors.
+        store: A `torch.distributed.Store` of this Runtime's ranks alone; None where time is
+            virtual. Checkpoints need it.
+    """
 
     bus: Bus
     transfer: Transfer
+    store: Any = None
 
 
 class Connecting:
@@ -79,6 +89,9 @@ class World:
         store: A `torch.distributed.Store` that all ranks reach, or None in one process.
         settle: On a virtual clock, waits until all that happens at this instant has happened; a
             choice is made only then. None where time is real.
+        generators: torch's, as this process shares them.
+        begins_together: Whether no rank computes before every rank has its batch: where ranks share
+            a process, what one still draws for its batch must not meet another's streams.
         progress_every_s: How often at most a rank reports its progress, in seconds.
     """
 
@@ -89,6 +102,8 @@ class World:
     connect: Connect
     store: Any = None
     settle: Callable[[], Awaitable[None]] | None = None
+    generators: Generators = field(default_factory=partial(Generators, shared=False))
+    begins_together: bool = False
     progress_every_s: float = 5.0
 
     async def __aenter__(self) -> Self:
@@ -113,7 +128,7 @@ class _LocalWiring:
     def __init__(self, world_size: int) -> None:
         self._world_size = world_size
         self._opened = [0] * world_size
-        self._pairs: dict[int, tuple[InprocHub, LoopbackFabric]] = {}
+        self._pairs: dict[int, tuple[InprocHub, LoopbackFabric, Any]] = {}
         self._ends_closed: Counter[int] = Counter()
         self._open: set[Bus] = set()
         self._closed = False
@@ -128,12 +143,14 @@ class _LocalWiring:
         number = self._opened[rank]
         self._opened[rank] += 1
         if number not in self._pairs:
-            self._pairs[number] = (InprocHub(self._world_size), LoopbackFabric())
-        hub, fabric = self._pairs[number]
+            hub = InprocHub(self._world_size)
+            store = dist.HashStore()  # type: ignore[attr-defined] # torch's stubs leave it out
+            self._pairs[number] = (hub, LoopbackFabric(), store)
+        hub, fabric, store = self._pairs[number]
         bus = hub.open(rank)
         self._open.add(bus)
         resources.callback(self._end, number, bus)
-        return Wires(bus, fabric.open(device))
+        return Wires(bus, fabric.open(device), store)
 
     def _end(self, number: int, bus: Bus) -> None:
         """Close one end; after the last one of a Runtime, forget its hub and fabric."""
@@ -187,6 +204,8 @@ async def local_world(
                 devices[rank],
                 time.perf_counter,
                 _connector(wiring, rank, devices[rank].torch_device),
+                generators=shared_generators(),
+                begins_together=True,
             )
             for rank in range(n)
         ]
@@ -205,7 +224,7 @@ def with_delays(world: World, delays: Delays) -> World:
 
     async def start(config: Config, resources: AsyncExitStack) -> Wires:
         wires = await resources.enter_async_context(world.connect(config))
-        return Wires(wires.bus, DelayedTransfer(wires.transfer, delays))
+        return dataclasses.replace(wires, transfer=DelayedTransfer(wires.transfer, delays))
 
     return dataclasses.replace(
         world,

@@ -170,7 +170,13 @@ def _verdict(value: Any) -> Verdict:
 _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyType(
     {
         Hello: {"settings": _list_of(_setting)},
-        StepBegin: {"step": _count, "training": _bool, "update": _bool, "sizes": _list_of(_count)},
+        StepBegin: {
+            "step": _count,
+            "training": _bool,
+            "update": _bool,
+            "seed": _count,
+            "sizes": _list_of(_count),
+        },
         Header: {
             "step": _count,
             "link": _link,

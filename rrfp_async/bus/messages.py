@@ -18,11 +18,20 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class StepBegin:
-    """The first rank announces a step: its mode, whether it updates, each microbatch's samples."""
+    """The first rank announces a step.
+
+    Attributes:
+        step: Its number.
+        training: Its mode.
+        update: Whether it ends in an update.
+        seed: Of all that is drawn in it.
+        sizes: The samples of each microbatch.
+    """
 
     step: int
     training: bool
     update: bool
+    seed: int
     sizes: tuple[int, ...]
 
 

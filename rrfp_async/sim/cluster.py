@@ -172,7 +172,7 @@ class VirtualCluster:
         microbatches = self._costs.microbatches
         args = (torch.empty(microbatches, 1),) if rank == 0 else ()
         batch = Batch(args, {}, None, microbatches)
-        return StepRequest(True, update=True, zero_gradients=True, batch=lambda: _given(batch))
+        return StepRequest(True, True, 0, 0, True, batch=lambda: _given(batch))
 
 
 async def _given(value: T) -> T:

@@ -3,7 +3,7 @@
 Knows edges and tensors; neither modules nor when anything runs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,27 @@ def sum_present(gradients: Iterable[torch.Tensor | None]) -> torch.Tensor | None
         if gradient is not None:
             total = gradient if total is None else total + gradient
     return total
+
+
+def backward_seeds(
+    roots: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor | None]]
+) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    """The tensors to start a backward from, each with its gradient.
+
+    Args:
+        roots: A stage's outputs, or its loss.
+        gradients: What came back for them, per out-edge; nothing where the loss is.
+    """
+    if not gradients:
+        differentiable = [root for root in roots if root.requires_grad]
+        return differentiable, [None] * len(differentiable)
+    summed = [sum_present(column) for column in zip(*gradients, strict=True)]
+    pairs = [
+        (root, seed)
+        for root, seed in zip(roots, summed, strict=True)
+        if root.requires_grad and seed is not None
+    ]
+    return [root for root, _ in pairs], [seed for _, seed in pairs]
 
 
 class _Writable(torch.autograd.Function):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rrfp_async.tasks.generators import Streams
 from rrfp_async.tasks.loss import Loss
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.update import Update
@@ -26,11 +27,13 @@ def build_stages(
     split: bool = False,
     insist: bool = True,
     count_bytes: bool = False,
+    make_streams: Callable[[int], Streams] | None = None,
 ) -> dict[int, Stage]:
     """The stages of `rank`, by index; with `split`, their backwards in two where that is possible.
 
     One that cannot be split is warned of, if one must `insist` on it; else those are not split
-    either that would not gain by it. With `count_bytes` they count what their forwards keep.
+    either that would not gain by it. With `count_bytes` they count what their forwards keep;
+    `make_streams` gives each what it draws from.
 
     Raises:
         ValueError: If `stages` is not one module for each stage that the rank owns, or a first
@@ -60,6 +63,7 @@ def build_stages(
             split=split,
             insist=insist,
             count_bytes=count_bytes,
+            streams=None if make_streams is None else make_streams(index),
         )
         for index, module in zip(owned, modules, strict=True)
     }
@@ -67,7 +71,7 @@ def build_stages(
     _share(built, topology, rank)
     for stage in built.values():
         _check_reserved(stage)
-        stage.warn_if_whole()
+        stage.split_choice.warn_if_whole()
     return built
 
 

@@ -5,9 +5,8 @@ thread; they share no state but the module and the saved graphs, which only the 
 A stage does not know when it runs or where its results go beyond their edges.
 """
 
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,15 +23,16 @@ from rrfp_async.tasks.boundary import (
     Activation,
     Export,
     Outgoing,
+    backward_seeds,
     copied,
     outgoing_gradients,
-    sum_present,
 )
+from rrfp_async.tasks.generators import Streams
 from rrfp_async.tasks.layout import flattened
 from rrfp_async.tasks.loss import Loss
 from rrfp_async.tasks.memory import KeptBytes
 from rrfp_async.tasks.split import Deferral, Deferred
-from rrfp_async.tasks.split_support import SplitSupport, split_support
+from rrfp_async.tasks.split_choice import SplitChoice
 from rrfp_async.topology import Topology
 
 
@@ -44,6 +44,8 @@ class StageInputs:
         training: Whether gradients are computed.
         zero_gradients: Whether the first accumulation of the step starts from nothing.
         sizes: Samples per microbatch.
+        number: The step's among those of its mode, from 0.
+        seed: Of what is drawn in it.
         arguments: Arguments per microbatch, on a source stage; else empty.
         targets: Targets per microbatch, on the last stage with a loss; else empty.
         keep_outputs: Whether the last stage keeps its outputs for the step's result.
@@ -52,6 +54,8 @@ class StageInputs:
     training: bool
     zero_gradients: bool
     sizes: tuple[int, ...]
+    number: int = 0
+    seed: int = 0
     arguments: Sequence[Arguments] = ()
     targets: Sequence[Any] = ()
     keep_outputs: bool = True
@@ -95,16 +99,14 @@ class Stage:
         split: bool = False,
         insist: bool = True,
         count_bytes: bool = False,
+        streams: Streams | None = None,
     ) -> None:
         self.index = index
+        self._streams = streams
         self.module = module
-        self.split_support = split_support(module, insist=insist)
         self._kept = KeptBytes(module, counts=count_bytes)
-        self._wants_split = split
-        self._insists = insist
+        self.split_choice = SplitChoice(module, index, wanted=split, insist=insist)
         self._deferral: Deferral | None = None
-        self._found: SplitSupport | None = None
-        self._told: SplitSupport | None = None
         self._trained = False
         self.is_source = topology.is_source(index)
         self.is_last = index == topology.last_stage
@@ -137,8 +139,7 @@ class Stage:
     @property
     def splits(self) -> bool:
         """Whether the stage's backward is I and W, not B: wanted, and possible."""
-        possible = self._wants_split and self.split_support.mode == "deferral"
-        return possible and any(p.requires_grad for p in self.module.parameters())
+        return self.split_choice.splits
 
     @property
     def kept_bytes(self) -> int | None:
@@ -158,13 +159,15 @@ class Stage:
     def begin_step(self, inputs: StageInputs) -> None:
         """Set up a step. In evaluation the module is in eval mode until the step ends."""
         self._memory = _Memory(inputs)
+        if self._streams is not None:
+            self._streams.reseed(inputs.seed)
         for alias in self._aliases:
             alias.install()
         self._to_zero = list(self.module.parameters()) if inputs.zero_gradients else []
         if self._loss is not None:
             self._loss.begin_step(inputs.targets, inputs.sizes)
-        if inputs.training and self._wants_split:
-            self._look_again()
+        if inputs.training:
+            self.split_choice.look_again()
             if self.splits:
                 self._deferral = Deferral(self.module)
                 self._deferral.install()
@@ -227,6 +230,7 @@ class Stage:
         deferred = None if self._deferral is None else Deferred()
         training = memory.inputs.training
         with (
+            self._drawing(memory, microbatch, backward=False),
             torch.set_grad_enabled(training),
             self._deferring(deferred),
             self._kept.in_forward(
@@ -261,9 +265,10 @@ class Stage:
         saved = self._memory.saved.pop(microbatch, None)
         if saved is None:
             return ()
-        roots, seeds = self._seeds(saved.roots, gradients)
+        roots, seeds = backward_seeds(saved.roots, gradients)
         if roots:
-            torch.autograd.backward(roots, seeds)
+            with self._drawing(self._memory, microbatch, backward=True):
+                torch.autograd.backward(roots, seeds)
         return self._to_inputs(saved.inputs, export)
 
     def backward_input(
@@ -276,9 +281,10 @@ class Stage:
         if self._deferral is None or saved.deferred is None:
             raise ProtocolError(f"stage {self.index} was not set up to split its backward")
         self._memory.deferred[microbatch] = saved.deferred
-        roots, seeds = self._seeds(saved.roots, gradients)
+        roots, seeds = backward_seeds(saved.roots, gradients)
         if roots:
-            self._deferral.backward_input(saved.deferred, roots, seeds)
+            with self._drawing(self._memory, microbatch, backward=True):
+                self._deferral.backward_input(saved.deferred, roots, seeds)
         self._kept.after_input_gradient(self._given(microbatch), saved.deferred.tensors)
         return self._to_inputs(saved.inputs, export)
 
@@ -301,6 +307,17 @@ class Stage:
         """The kept outputs of every microbatch, detached; empty on other stages than the last."""
         return [self._memory.outputs[microbatch] for microbatch in sorted(self._memory.outputs)]
 
+    def _drawing(
+        self, memory: _Memory, microbatch: int, *, backward: bool
+    ) -> AbstractContextManager[None]:
+        """What is drawn inside depends on the microbatch, and not on the order of tasks."""
+        number, training = memory.inputs.number, memory.inputs.training
+        if self._streams is None:
+            return nullcontext()
+        if backward:
+            return self._streams.backward(number, microbatch)
+        return self._streams.forward(number, microbatch, training=training)
+
     @contextmanager
     def _deferring(self, deferred: Deferred | None) -> Iterator[None]:
         if self._deferral is None or deferred is None:
@@ -322,27 +339,7 @@ class Stage:
         """After the first step's forwards, and each later step's first, know what a graph tells."""
         if self._deferral is None or (self._trained and len(self._memory.saved) > 1):
             return
-        found = self._deferral.study(saved.roots, _tensors_of(saved.inputs))
-        if found is not None:
-            self._found, self.split_support = found, found
-            self.warn_if_whole()
-
-    def _look_again(self) -> None:
-        """Before a step: a hook, a wrapper or a compilation may have come since."""
-        self.split_support = self._found or split_support(self.module, insist=self._insists)
-        self.warn_if_whole()
-
-    def warn_if_whole(self) -> None:
-        """Warn once, naming the stage, if its backward must be split and cannot be."""
-        told, self._told = self._told, self.split_support
-        wanted = self._wants_split and self._insists
-        if wanted and self.split_support.mode == "full" and told != self._told:
-            warnings.warn(
-                f"the backward of stage {self.index} is not split, {self.split_support.reason}: "
-                f"it runs as a whole (B)",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self.split_choice.look_closer(self._deferral, saved.roots, _tensors_of(saved.inputs))
 
     def _given(self, microbatch: int) -> Iterator[torch.Tensor]:
         """The tensors of the user's batch that the stage gets."""
@@ -389,21 +386,6 @@ class Stage:
             )
         root = self._loss.root(microbatch, output) if self._loss else None
         return (() if root is None else (root,)), TENSORS_ONLY
-
-    def _seeds(
-        self, roots: tuple[torch.Tensor, ...], gradients: list[list[torch.Tensor | None]]
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-        """The outputs to start the backward from, each with its gradient."""
-        if self.is_last or not gradients:
-            differentiable = [root for root in roots if root.requires_grad]
-            return differentiable, [None] * len(differentiable)
-        summed = [sum_present(column) for column in zip(*gradients, strict=True)]
-        pairs = [
-            (root, seed)
-            for root, seed in zip(roots, summed, strict=True)
-            if root.requires_grad and seed is not None
-        ]
-        return [root for root, _ in pairs], [seed for _, seed in pairs]
 
 
 def _tensors_of(activations: Sequence[Activation]) -> Iterator[torch.Tensor]:

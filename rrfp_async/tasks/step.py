@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_async.bus.messages import GradientReport, Verdict
+from rrfp_async.bus.messages import GradientReport, StepBegin, Verdict
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.stage import Stage, StageInputs
 
@@ -16,6 +16,8 @@ class StepRequest:
     Attributes:
         training: The step's mode.
         update: Whether it ends in an update.
+        number: Among the steps of its mode, from 0.
+        seed: Of what is drawn in it; the first rank's counts.
         zero_gradients: Whether the first accumulation starts from nothing.
         batch: Gets this rank's part of the batch; may wait for data.
         report: Says on the device what other ranks must know of this one's gradients; None if
@@ -24,6 +26,8 @@ class StepRequest:
 
     training: bool
     update: bool
+    number: int
+    seed: int
     zero_gradients: bool
     batch: Callable[[], Awaitable[Batch]]
     report: Callable[[], GradientReport] | None = None
@@ -49,7 +53,7 @@ def stage_inputs(
     request: StepRequest,
     batch: Batch,
     arguments: list[Arguments],
-    sizes: tuple[int, ...],
+    begin: StepBegin,
 ) -> StageInputs:
     """What `stage` gets of a step; outputs are kept in evaluation.
 
@@ -58,15 +62,17 @@ def stage_inputs(
         request: The step.
         batch: This rank's part of the batch.
         arguments: The source stages' arguments, per microbatch.
-        sizes: Samples per microbatch.
+        begin: The step as it was announced.
     """
     has_target = stage.is_last and batch.target is not None
     return StageInputs(
         training=request.training,
         zero_gradients=request.zero_gradients,
-        sizes=sizes,
+        sizes=begin.sizes,
+        number=request.number,
+        seed=begin.seed,
         arguments=arguments if stage.is_source else [],
-        targets=batch.split_target(sizes) if has_target else [],
+        targets=batch.split_target(begin.sizes) if has_target else [],
         keep_outputs=not request.training,
     )
 

@@ -23,6 +23,7 @@ from rrfp_async.bus.messages import GradientReport, Norms, Verdict
 from rrfp_async.errors import ProtocolError, StateError
 
 _CPU = torch.device("cpu")
+_SCALER_STATE = ("scale", "_growth_tracker")
 _NOT_OURS = (
     "the GradScaler was updated between the end of a step's tasks and the end of the step: give "
     "every rank an object of its own, and leave its update() to the step"
@@ -107,6 +108,20 @@ class Update:
     def scales(self) -> bool:
         """Whether there is a scaler that is enabled."""
         return self._scaler is not None
+
+    def state(self) -> dict[str, float | int]:
+        """What a checkpoint keeps of the scaler, as plain values; nothing without one."""
+        if self._scaler is None:
+            return {}
+        held = self._scaler.state_dict()
+        return {f"grad_scaler.{name}": held[name] for name in _SCALER_STATE}
+
+    def restore(self, run: Mapping[str, Any]) -> None:
+        """Take over what `state` gave, if anything; a scaler's settings stay this one's."""
+        if self._scaler is None or f"grad_scaler.{_SCALER_STATE[0]}" not in run:
+            return
+        held = {name: run[f"grad_scaler.{name}"] for name in _SCALER_STATE}
+        self._scaler.load_state_dict({**self._scaler.state_dict(), **held})
 
     def loss_scale(self) -> torch.Tensor | None:
         """What the last stage multiplies a microbatch's loss by before its backward.

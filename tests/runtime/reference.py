@@ -3,19 +3,22 @@
 What parity means (HAZARDS.md): loss and every gradient of a pipelined step equal, bit for bit, what
 this file computes. The stages run one after another in plain autograd; at stage boundaries outputs
 and gradients are copied to contiguous memory of their own, as a link would leave them. Nothing of
-rrfp_async is used but `Microbatches`, to say how a batch is split.
+rrfp_async is used but `Microbatches`, to say how a batch is split, and `rng_stream`, to draw the
+same numbers.
 """
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rrfp_async import Microbatches
+from rrfp_async import Microbatches, Phase, rng_stream
 
 LossFn = Callable[[Any, Any], Any]
 
@@ -95,8 +98,9 @@ def run_reference(case: Case) -> list[Outcome]:
     optimizers = _optimizers(case, stages)
     outcomes = []
     fresh = True
-    for step in case.steps:
-        outcomes.append(_run_step(case, stages, step, zero=fresh))
+    for number, step in enumerate(case.steps):
+        before = sum(earlier.training is step.training for earlier in case.steps[:number])
+        outcomes.append(_run_step(case, stages, step, before, zero=fresh))
         if step.training:
             fresh = step.update
         if step.training and step.update:
@@ -105,7 +109,9 @@ def run_reference(case: Case) -> list[Outcome]:
     return outcomes
 
 
-def _run_step(case: Case, stages: list[nn.Module], step: Step, *, zero: bool) -> Outcome:
+def _run_step(
+    case: Case, stages: list[nn.Module], step: Step, number: int, *, zero: bool
+) -> Outcome:
     if step.training and zero:
         for stage in stages:
             stage.zero_grad(set_to_none=True)
@@ -114,14 +120,14 @@ def _run_step(case: Case, stages: list[nn.Module], step: Step, *, zero: bool) ->
         for stage in stages:
             stage.eval()
     with torch.set_grad_enabled(step.training):
-        losses, outputs, weights = _run_microbatches(case, stages, step)
+        losses, outputs, weights = _run_microbatches(case, stages, step, number)
     for module, mode in modes:
         module.training = mode
     return Outcome(_weighted(losses, weights), losses, outputs, gradients_of(stages))
 
 
 def _run_microbatches(
-    case: Case, stages: list[nn.Module], step: Step
+    case: Case, stages: list[nn.Module], step: Step, number: int
 ) -> tuple[list[float], list[Any], list[float]]:
     columns = {stage: [split(v, case) for v in args] for stage, args in step.inputs.items()}
     first = columns[0][0]
@@ -130,7 +136,9 @@ def _run_microbatches(
     losses, outputs, weights = [], [], []
     counts = sizes if case.count is None or targets is None else list(map(case.count, targets))
     for j, count in enumerate(counts):
-        output = _forward(case, stages, {s: [c[j] for c in cs] for s, cs in columns.items()})
+        inputs = {s: [c[j] for c in cs] for s, cs in columns.items()}
+        streams = partial(_stream, case, number, j, training=step.training)
+        output = _forward(case, stages, inputs, streams)
         weights.append(float(count) / float(sum(counts)))
         outputs.append(output.detach() if isinstance(output, Tensor) else output)
         if targets is None:
@@ -142,7 +150,22 @@ def _run_microbatches(
     return losses, outputs, weights
 
 
-def _forward(case: Case, stages: list[nn.Module], inputs: dict[int, list[Any]]) -> Any:
+def _stream(
+    case: Case, number: int, microbatch: int, stage: int, *, training: bool
+) -> AbstractContextManager[None]:
+    """What a stage draws a microbatch's numbers from, where the case has a seed."""
+    if "seed" not in case.options:
+        return nullcontext()
+    phase = Phase.FORWARD if training else Phase.EVALUATION
+    return rng_stream(case.options["seed"], number, stage, microbatch, phase=phase)
+
+
+def _forward(
+    case: Case,
+    stages: list[nn.Module],
+    inputs: dict[int, list[Any]],
+    streams: Callable[[int], AbstractContextManager[None]],
+) -> Any:
     """One microbatch through the stage graph."""
     sent: dict[int, Any] = {}
     for index, module in enumerate(stages):
@@ -154,7 +177,8 @@ def _forward(case: Case, stages: list[nn.Module], inputs: dict[int, list[Any]]) 
             output = sent[source]
             tensors = output if type(output) in (tuple, list) else (output,)
             arguments += [pytree.tree_map_only(Tensor, _cross, tensor) for tensor in tensors]
-        sent[index] = module(*arguments)
+        with streams(index):
+            sent[index] = module(*arguments)
     return sent[len(stages) - 1]
 
 

@@ -1,0 +1,1 @@
+"""Checkpoints: the whole pipeline's state in one place, whoever holds which part of it."""
