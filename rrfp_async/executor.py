@@ -15,12 +15,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from rrfp_async.accounts import Accounts
 from rrfp_async.arbiter import Arbiter, Decision, Reason
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.errors import StepFailed
+from rrfp_async.gpu.ambient import Ambient
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
@@ -85,8 +84,8 @@ class Executor:
         self._failure: Exception | None = None
 
     def begin_step(self) -> None:
-        """Start a step: count its time, and compute with as many threads as its caller."""
-        self._context.num_threads = torch.get_num_threads()
+        """Start a step: count its time, and compute as its caller's thread is set to."""
+        self._context.ambient = Ambient.of_caller(self._device.torch_device)
         self.accounts.begin_step()
         self._failure = None
 

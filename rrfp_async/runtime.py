@@ -384,10 +384,11 @@ class Runtime:
             raise StateError(
                 "a step, save or load is running on this Runtime: await it before the next"
             )
-        if torch.is_autocast_enabled(self._world.device.torch_device.type):
+        shared = self._world.begins_together and self._world.topology.world_size > 1
+        if shared and torch.is_autocast_enabled(self._world.device.torch_device.type):
             raise StateError(
-                "torch.autocast around a step does not reach the thread that computes: use it "
-                "inside the stage's forward"
+                "torch.autocast is set for the thread of this loop, which other ranks' steps run "
+                "on too: with several ranks in a process, use it inside the stages' forward"
             )
         self._open()
 

@@ -246,12 +246,3 @@ def make_device(
             f"{torch.cuda.device_count()} GPUs; start at most that many ranks here, or use 'cpu'"
         )
     return CudaDevice(torch.device("cuda", index), clock, name=name)
-
-
-def adopt_num_threads(count: int) -> None:
-    """Compute with `count` intra-op threads on this thread; a thread keeps the count it began with.
-
-    Bits depend on the count, so a device's thread takes over its caller's at every step.
-    """
-    if torch.get_num_threads() != count:
-        torch.set_num_threads(count)

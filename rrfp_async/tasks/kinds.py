@@ -7,15 +7,16 @@ its function and enter it in `KINDS`.
 """
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
+from rrfp_async.gpu.ambient import Ambient
 from rrfp_async.gpu.completion import Computed
-from rrfp_async.gpu.device import Device, adopt_num_threads
+from rrfp_async.gpu.device import Device
 from rrfp_async.ids import Edge, Layout, TaskId, TaskKind, TensorSpec
 from rrfp_async.tasks.boundary import Activation, Export, Outgoing
 from rrfp_async.tasks.stage import Stage
@@ -30,7 +31,7 @@ class TaskContext:
         is_local: Whether an edge stays on the rank.
         device: Where it computes.
         export: Makes a tensor sendable.
-        num_threads: What the caller of the step computes with; its tasks do too.
+        ambient: What the caller of the step has set on its thread.
         steps_ended: How many steps have ended: a task may outlive the one it belongs to.
     """
 
@@ -38,7 +39,7 @@ class TaskContext:
     is_local: Callable[[Edge], bool]
     device: Device
     export: Export
-    num_threads: int = 1
+    ambient: Ambient = field(default_factory=Ambient)
     steps_ended: int = 0
 
 
@@ -65,7 +66,8 @@ async def forward(context: TaskContext, task: TaskId) -> Outcome:
     stage, microbatch = context.stages[task.stage], task.microbatch
 
     def compute() -> tuple[Outgoing, ...]:
-        return stage.forward(microbatch, stage.take_activations(microbatch), context.export)
+        with context.ambient.autocast():
+            return stage.forward(microbatch, stage.take_activations(microbatch), context.export)
 
     return await _compute(context, task, compute)
 
@@ -106,7 +108,7 @@ def _compute_and_hand_over(
     context: TaskContext, task: TaskId, compute: Compute, steps_ended: int
 ) -> tuple[Outgoing, ...]:
     """On the device's thread: what comes after `task` there finds what it made."""
-    adopt_num_threads(context.num_threads)
+    context.ambient.adopt_num_threads()
     made = compute()
     for outgoing in made:
         if context.is_local(outgoing.edge) and context.steps_ended == steps_ended:

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from rrfp_async.errors import StateError
-from rrfp_async.gpu.device import CpuDevice, adopt_num_threads
+from rrfp_async.gpu.ambient import Ambient
+from rrfp_async.gpu.device import CpuDevice
 from tests.machine import took
 
 
@@ -164,8 +165,8 @@ async def test_a_thread_adopts_its_caller_s_thread_count(device: CpuDevice) -> N
     try:
         for count in (1, 2, 1):
             torch.set_num_threads(count)
-            await device.run(lambda: adopt_num_threads(torch.get_num_threads()))
-            await device.run(lambda count=count: adopt_num_threads(count))
+            await device.run(lambda: Ambient(torch.get_num_threads()).adopt_num_threads())
+            await device.run(Ambient(count).adopt_num_threads)
             assert (await device.run(torch.get_num_threads)).value == count
     finally:
         torch.set_num_threads(before)

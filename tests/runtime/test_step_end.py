@@ -236,3 +236,59 @@ async def test_several_steps_are_clipped_once() -> None:
     sgd(list(whole.parameters())).step()
     assert results[0].grad_norm == float(norm)
     assert_same(ours, theirs)
+
+
+def _model_under(context: Any) -> list[nn.Module]:
+    class Under(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            with context():
+                out: Tensor = self.inner(x)
+                return out
+
+    return [Under(stage) for stage in model(scale=1.0)]
+
+
+@pytest.mark.parametrize("hint", ["bf", "bfw"])
+async def test_autocast_around_a_step_is_autocast_in_every_forward(hint: str) -> None:
+    """One rank, in bf16: bitwise as if each stage's forward and the loss were in its own."""
+    around, within = model(scale=1.0), _model_under(lambda: torch.autocast("cpu", torch.bfloat16))
+    topology = r.Topology(1, chunks=3)
+    with torch.autocast("cpu", torch.bfloat16):
+        first = await train(around, topology, hint=hint)
+    second = await train(within, topology, hint=hint)
+    assert [a.loss for a in first[0]] == [b.loss for b in second[0]]
+    for one, two in zip(around, within, strict=True):
+        for ours, theirs in zip(one.parameters(), two.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
+    plain = await train(model(scale=1.0), topology, hint=hint)
+    assert plain[0][0].loss != first[0][0].loss
+
+
+async def test_autocast_around_the_steps_of_several_ranks_of_a_process_is_refused() -> None:
+    """It would be set for whichever rank's code runs next on the loop."""
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(r.StateError, match="inside the stages' forward"),
+    ):
+        await train(model(), r.Topology(3))
+
+
+@pytest.mark.parametrize("hint", ["bf", "bfw"])
+async def test_float16_trains_under_autocast_with_a_scaler(hint: str) -> None:
+    """The whole recipe: fp16 forwards, scaled losses, clipping; equal to one unpartitioned rank."""
+
+    def fp16() -> Any:
+        return torch.autocast("cpu", torch.float16)
+
+    ours, theirs = _model_under(fp16), _model_under(fp16)
+    own, [their] = scalers(3), scalers(1)
+    await train(ours, r.Topology(3), scalers=own, hint=hint)
+    reference(theirs, their)
+    for one, two in zip(ours, theirs, strict=True):
+        for mine, yours in zip(one.parameters(), two.parameters(), strict=True):
+            assert torch.equal(mine, yours)
+    assert {scaler.get_scale() for scaler in own} == {their.get_scale()}
