@@ -15,6 +15,7 @@ def agreed_settings(config: Config, topology: Topology) -> tuple[tuple[str, str]
     return (
         ("version", version("rrfp-async")),
         ("stages", str(topology.num_stages)),
+        ("pp x dp x tp", f"{topology.pp} x {topology.dp} x {topology.tp}"),
         ("placement", _shortened(" ".join(map(str, owners)))),
         ("edges", _shortened(" ".join(map(str, topology.graph)))),
         ("tied", _shortened("; ".join(map(str, topology.tied_parameters)))),

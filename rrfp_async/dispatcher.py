@@ -61,16 +61,16 @@ class Dispatcher:
         self._takes_inputs = any(stage.is_source for stage in stages.values())
         self._stages = stages
         self._session = session
-        self._ready_set = ReadySet(topology, world.rank, deterministic=config.deterministic)
+        self._ready_set = ReadySet(topology, world.place.pp, deterministic=config.deterministic)
         limit = make_limit(
             config.limit,
             topology,
-            world.rank,
+            world.place.pp,
             split=config.splits,
             budget_bytes=config.activation_budget_bytes,
         )
         self._backpressure = Backpressure(limit, chunks=topology.chunks)
-        order = make_order(config.order, topology, world.rank, config.execution)
+        order = make_order(config.order, topology, world.place.pp, config.execution)
         self._arbiter = Arbiter(order, self._backpressure)
         self._held: deque[tuple[int, Header]] = deque()
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
@@ -90,7 +90,7 @@ class Dispatcher:
         )
         self._reduction = Reduction(
             topology,
-            world.rank,
+            world.place.pp,
             stages,
             device=world.device,
             export=wires.transfer.export,

@@ -42,7 +42,7 @@ class Outbox:
         changed: Callable[[], None],
         broke: Callable[[BaseException], Awaitable[None]],
     ) -> None:
-        self._topology = world.topology
+        self._column = world.column
         self._clock = world.clock
         self._wires = wires
         self._session = session
@@ -106,8 +106,8 @@ class Outbox:
 
     def _send(self, group: asyncio.TaskGroup, task: TaskId, outgoing: Outgoing) -> None:
         """Send the header, then start the transfer: the receiver posts once it has the header."""
-        topology, along = self._topology, task.stage == outgoing.edge.source
-        route = topology.activation_link if along else topology.gradient_link
+        column, along = self._column, task.stage == outgoing.edge.source
+        route = column.activation_link if along else column.gradient_link
         link = route(outgoing.edge)
         number, sequence = self._session.steps_done, self._sequences[link]
         packs = self._training and outgoing.tensors  # in evaluation open sends are the bound

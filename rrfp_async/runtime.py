@@ -99,7 +99,7 @@ class Runtime:
         self._stages = build_stages(
             stages,
             world.topology,
-            world.rank,
+            world.place.pp,
             loss,
             split=config.splits,
             insist=config.insists_on_split,

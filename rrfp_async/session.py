@@ -31,6 +31,7 @@ from rrfp_async.bus.messages import (
     Verdict,
 )
 from rrfp_async.errors import BusError, ProtocolError, StepFailed
+from rrfp_async.grid import Column
 from rrfp_async.ids import TaskId
 from rrfp_async.topology import Topology
 
@@ -75,7 +76,8 @@ class Session:
         self._bus = bus
         self._rank = rank
         self._world_size = topology.world_size
-        self._last_rank = topology.rank_of(topology.last_stage)
+        columns = [Column(topology, dp) for dp in range(topology.dp)]
+        self._loss_ranks = [column.rank_of(topology.last_stage) for column in columns]
         self._settings = settings
         self._clock = clock
         self._begins_together = begins_together
@@ -271,9 +273,15 @@ class Session:
             told = {rank: self._done[rank].gradients for rank in range(self._world_size)}
             reports = {rank: report or _NOTHING_TO_TELL for rank, report in told.items()}
             verdict = self._judge(reports) if any(told.values()) else None
-            end = StepEnd(message.step, self._done[self._last_rank].loss, verdict)
+            end = StepEnd(message.step, self._loss(), verdict)
             self._tell_all(end)
             self._on_step_end(self._rank, end)
+
+    def _loss(self) -> float | None:
+        """The mean over the replicas; of ranks that compute a stage together the first one's."""
+        losses = [self._done[rank].loss for rank in self._loss_ranks]
+        told = [loss for loss in losses if loss is not None]
+        return sum(told) / len(told) if told else None
 
     def _on_step_end(self, _source: int, message: StepEnd) -> None:
         _settle(self._ended, message)

@@ -96,6 +96,9 @@ def _tied(given: object, stages: int) -> tuple[TiedParameter, ...]:
 class Topology:
     """A pipeline of `pp` ranks with `chunks` stages each; a chain unless `edges` say otherwise.
 
+    With `dp` replicas of it, each of whose stages is computed by `tp` ranks together, there are
+    pp x dp x tp ranks (grid.py). What follows speaks of one pipeline: a "rank" in it is a pp rank.
+
     Stages are numbered so that data flows from lower to higher numbers. Several stages may take
     inputs (two encoders, say), exactly one ends the graph: the last, where the loss is.
 
@@ -107,6 +110,8 @@ class Topology:
         tied: Parameters that stages share, each as a mapping from stage to the parameter's name in
             that stage's module: `[{0: "embedding.weight", 3: "head.weight"}]`. Their gradients
             are summed over the owners before an update, so equal copies stay equal.
+        tp: Tensor-parallel size: ranks that compute a stage together.
+        dp: Data-parallel size: replicas of the pipeline.
 
     Raises:
         ValueError: If `pp` or `chunks` is below 1, the placement is not one, an edge leaves the
@@ -118,6 +123,8 @@ class Topology:
     chunks: int = 1
     placement: str | Sequence[int] = "loop"
     tied: Sequence[TiedParameter | Mapping[int, str]] = ()
+    tp: int = field(default=1, kw_only=True)
+    dp: int = field(default=1, kw_only=True)
     _ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _stages: dict[int, tuple[int, ...]] = field(init=False, repr=False, compare=False)
     _in: dict[int, tuple[Edge, ...]] = field(init=False, repr=False, compare=False)
@@ -125,8 +132,12 @@ class Topology:
     _after: dict[int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if type(self.pp) is not int or self.pp < 1:
-            raise ValueError(f"pp={self.pp!r} must be an int of at least 1: give the rank count")
+        for name in ("pp", "tp", "dp"):
+            size = getattr(self, name)
+            if type(size) is not int or size < 1:
+                raise ValueError(
+                    f"{name}={size!r} must be an int of at least 1: give the rank count"
+                )
         if type(self.chunks) is not int or self.chunks < 1:
             raise ValueError(
                 f"chunks={self.chunks!r} must be an int of at least 1: give the stages per rank"
@@ -181,8 +192,8 @@ class Topology:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
-        return self.pp
+        """The number of ranks of all replicas."""
+        return self.pp * self.dp * self.tp
 
     @property
     def num_stages(self) -> int:

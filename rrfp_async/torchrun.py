@@ -26,6 +26,7 @@ from rrfp_async.gpu.completion import WaitingThread
 from rrfp_async.gpu.device import make_device
 from rrfp_async.gpu.group_transfer import GroupTransfer
 from rrfp_async.gpu.links import Communicator, open_links
+from rrfp_async.grid import Column
 from rrfp_async.ids import Link
 from rrfp_async.topology import Topology
 from rrfp_async.world import Connecting, Wires, World
@@ -210,7 +211,7 @@ class _Wiring:
         thread = WaitingThread(time.perf_counter, name="rrfp-connect")
         links = partial(
             open_links,
-            self._topology.links(),
+            Column.of(self._topology, self._launch.rank).links(),
             rank=self._launch.rank,
             store=store,
             host=self._host,

@@ -25,6 +25,7 @@ from rrfp_async.gpu.delays import DelayedDevice, DelayedTransfer, Delays
 from rrfp_async.gpu.device import Device, make_device
 from rrfp_async.gpu.loopback import LoopbackFabric
 from rrfp_async.gpu.transfer import Transfer
+from rrfp_async.grid import Column, Coordinates, coordinates
 from rrfp_async.tasks.generators import Generators, shared_generators
 from rrfp_async.topology import Topology
 
@@ -105,6 +106,16 @@ class World:
     generators: Generators = field(default_factory=partial(Generators, shared=False))
     begins_together: bool = False
     progress_every_s: float = 5.0
+
+    @property
+    def place(self) -> Coordinates:
+        """Where this rank stands among pp x dp x tp."""
+        return coordinates(self.topology, self.rank)
+
+    @property
+    def column(self) -> Column:
+        """The pipeline that this rank's tensors travel in."""
+        return Column.of(self.topology, self.rank)
 
     async def __aenter__(self) -> Self:
         return self

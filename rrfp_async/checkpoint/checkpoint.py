@@ -67,7 +67,7 @@ class Checkpointer:
     ) -> None:
         self._part = part
         self._world = world
-        self._stages = world.topology.stages_of(world.rank)
+        self._stages = world.topology.stages_of(world.place.pp)
         self._store = store
         self._within = {"come_within_s": come_within_s, "silent_within_s": silent_within_s}
         tied = world.topology.tied_parameters

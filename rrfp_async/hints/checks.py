@@ -68,9 +68,9 @@ def checked_plan(
     Raises:
         ValueError: If they break a rule; names the row, the task and the rule.
     """
-    if len(orders) != topology.world_size:
+    if len(orders) != topology.pp:
         raise ValueError(
-            f"{row(len(orders) - 1)} is the last of {len(orders)} lists for {topology.world_size} "
+            f"{row(len(orders) - 1)} is the last of {len(orders)} lists for {topology.pp} "
             f"ranks: give one row for each rank"
         )
     split = split_stages(orders) if rules.training else frozenset()

@@ -58,7 +58,7 @@ def looped_bfs(topology: Topology, rank: int, microbatches: int) -> list[TaskId]
 
 def _round_length(topology: Topology, microbatches: int) -> int:
     """How many microbatches pass a chunk before the next chunk has its turn."""
-    ranks = topology.world_size
+    ranks = topology.pp
     rounds = max(1, microbatches // ranks)
     beyond = microbatches % rounds
     if beyond:
@@ -73,7 +73,7 @@ def _round_length(topology: Topology, microbatches: int) -> int:
 
 
 def _ranks_after(topology: Topology, rank: int) -> int:
-    return topology.world_size - 1 - rank
+    return topology.pp - 1 - rank
 
 
 def _in_rounds(

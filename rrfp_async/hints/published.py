@@ -90,7 +90,7 @@ class PublishedSchedule(Schedule):
             ValueError: If the schedule is not made for this pipeline or number of microbatches.
         """
         self._check_needs(topology)
-        ranks = range(topology.world_size)
+        ranks = range(topology.pp)
         return [self._generate(topology, rank, microbatches) for rank in ranks]
 
     def forwards(
@@ -106,7 +106,7 @@ class PublishedSchedule(Schedule):
                 for stage in topology.stages_of(rank)
                 for index in range(microbatches)
             ]
-            for rank in range(topology.world_size)
+            for rank in range(topology.pp)
         ]
 
     def _check_needs(self, topology: Topology) -> None:

@@ -27,7 +27,7 @@ def zero_bubble_v(topology: Topology, rank: int, microbatches: int) -> list[Task
     With fewer microbatches than fill the pipeline it is the list of as many as do, without those
     that there are not.
     """
-    ranks = topology.world_size
+    ranks = topology.pp
     after = ranks - 1 - rank
     count = max(microbatches, 2 * ranks - 1)
     moves = (
@@ -53,7 +53,7 @@ def dual_pipe_v(topology: Topology, rank: int, microbatches: int) -> list[TaskId
     Raises:
         ValueError: If there are fewer microbatches than stages.
     """
-    ranks = topology.world_size
+    ranks = topology.pp
     if microbatches < topology.num_stages:
         raise ValueError(
             f"microbatches={microbatches} must be at least {topology.num_stages}, the number of "

@@ -20,6 +20,7 @@ from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
 from rrfp_async.errors import StateError
 from rrfp_async.gpu.loopback import LoopbackFabric
+from rrfp_async.grid import coordinates
 from rrfp_async.session import Session
 from rrfp_async.sim.clock import VirtualLoop
 from rrfp_async.sim.costs import Costs
@@ -162,15 +163,18 @@ class VirtualCluster:
             config=self._config,
             stages={
                 stage: CostModelStage(stage, self._topology, self._costs, split=self._config.splits)
-                for stage in self._topology.stages_of(rank)
+                for stage in self._topology.stages_of(coordinates(self._topology, rank).pp)
             },
             trace=resources.enter_context(open_trace(self._config.trace_dir, rank)),
             session=session,
         )
 
+    def _is_first(self, rank: int) -> bool:
+        return coordinates(self._topology, rank).pp == self._topology.rank_of(0)
+
     def _request(self, rank: int) -> StepRequest:
         microbatches = self._costs.microbatches
-        args = (torch.empty(microbatches, 1),) if rank == 0 else ()
+        args = (torch.empty(microbatches, 1),) if self._is_first(rank) else ()
         batch = Batch(args, {}, None, microbatches)
         return StepRequest(True, True, 0, 0, True, batch=lambda: _given(batch))
 

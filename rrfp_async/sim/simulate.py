@@ -84,7 +84,7 @@ def bound_s(costs: Costs, topology: Topology | None = None) -> float:
         delays = repeat(0.0) if local else costs.activation_delay_s[stage]
         passed = zip(arrivals, costs.forward_s[stage], delays, strict=False)
         arrivals = [math.fsum(times) for times in passed]
-    owned = map(topology.stages_of, range(topology.world_size))
+    owned = map(topology.stages_of, range(topology.pp))
     return max(
         min(firsts[stage] for stage in stages) + math.fsum(map(costs.work_s, stages))
         for stages in owned

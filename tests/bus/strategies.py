@@ -38,7 +38,7 @@ reports = st.builds(GradientReport, st.none() | many(norms), st.booleans(), st.n
 verdicts = st.builds(Verdict, st.none() | floats, st.none() | texts, st.booleans())
 messages = st.one_of(
     st.builds(Hello, many(st.tuples(texts, texts))),
-    st.builds(StepBegin, counts, st.booleans(), st.booleans(), many(counts)),
+    st.builds(StepBegin, counts, st.booleans(), st.booleans(), counts, many(counts)),
     st.builds(
         Header,
         counts,

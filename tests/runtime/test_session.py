@@ -49,10 +49,10 @@ async def second() -> AsyncIterator[Second]:
     bus = InprocHub(2).open(1)
     session = session_of(bus)
     session.open_step(training=True, update=True)
-    begin = asyncio.create_task(session.begin(None))
+    begin = asyncio.create_task(session.begin(None, 0))
     await asyncio.sleep(0)
-    session.handle(0, StepBegin(0, training=True, update=True, sizes=(1,)))
-    assert await begin == (1,)
+    session.handle(0, StepBegin(0, training=True, update=True, seed=0, sizes=(1,)))
+    assert (await begin).sizes == (1,)
     end = asyncio.create_task(session.end(0.5))
     await asyncio.sleep(0)
     yield Second(session, end)
@@ -79,7 +79,7 @@ async def test_a_farewell_right_behind_the_step_s_end_is_not_forgotten(second: S
     second.session.open_step(training=True, update=True)
     with pytest.raises(r.StepFailed, match=r"rank 0.*closed its Runtime with 1 steps done"):
         async with asyncio.timeout(5.0):
-            await second.session.begin(None)
+            await second.session.begin(None, 0)
 
 
 async def test_a_failure_of_the_next_step_leaves_this_one_whole(second: Second) -> None:
@@ -91,12 +91,12 @@ async def test_a_failure_of_the_next_step_leaves_this_one_whole(second: Second) 
 
 async def test_messages_of_the_next_step_are_early(second: Second) -> None:
     """What belongs to a step not opened yet is kept; to a past one, a fault."""
-    assert second.session.is_early(StepBegin(1, training=True, update=True, sizes=(1,)))
+    assert second.session.is_early(StepBegin(1, training=True, update=True, seed=0, sizes=(1,)))
     second.session.handle(0, StepEnd(0, 0.5))
     await second.end
-    assert second.session.is_early(StepBegin(1, training=True, update=True, sizes=(1,)))
+    assert second.session.is_early(StepBegin(1, training=True, update=True, seed=0, sizes=(1,)))
     second.session.open_step(training=True, update=True)
-    assert not second.session.is_early(StepBegin(1, training=True, update=True, sizes=(1,)))
+    assert not second.session.is_early(StepBegin(1, training=True, update=True, seed=0, sizes=(1,)))
     with pytest.raises(r.ProtocolError, match="came in step 1"):
         second.session.is_early(StepEnd(0, 0.5))
 
@@ -104,7 +104,7 @@ async def test_messages_of_the_next_step_are_early(second: Second) -> None:
 async def test_an_announcement_that_comes_twice_is_a_fault(second: Second) -> None:
     """A second StepBegin of the same step names itself."""
     with pytest.raises(r.ProtocolError, match=r"StepBegin.* came twice"):
-        second.session.handle(0, StepBegin(0, training=True, update=True, sizes=(1,)))
+        second.session.handle(0, StepBegin(0, training=True, update=True, seed=0, sizes=(1,)))
 
 
 async def test_an_announcement_after_a_cancelled_begin_is_no_fault() -> None:
@@ -112,12 +112,12 @@ async def test_an_announcement_after_a_cancelled_begin_is_no_fault() -> None:
     bus = InprocHub(2).open(1)
     session = session_of(bus)
     session.open_step(training=True, update=True)
-    begin = asyncio.create_task(session.begin(None))
+    begin = asyncio.create_task(session.begin(None, 0))
     await asyncio.sleep(0)
     begin.cancel()
     await asyncio.gather(begin, return_exceptions=True)
     bus.close()
-    session.handle(0, StepBegin(0, training=True, update=True, sizes=(1,)))
+    session.handle(0, StepBegin(0, training=True, update=True, seed=0, sizes=(1,)))
 
 
 def _over_the_wire(settings: tuple[tuple[str, str], ...]) -> object:

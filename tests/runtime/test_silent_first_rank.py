@@ -56,7 +56,7 @@ async def test_a_first_rank_that_is_silent_in_a_step_is_given_up_by_the_others()
         stall_timeout_s=10.0,
     )
     session.open_step(training=True, update=True)
-    session.handle(0, StepBegin(0, training=True, update=True, sizes=(1,)))
+    session.handle(0, StepBegin(0, training=True, update=True, seed=0, sizes=(1,)))
     for _ in range(5):
         now_s += 15.0
         session.report_progress(1, "")
