@@ -74,6 +74,8 @@ class Feed:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
     ) -> GetBatch:
         """As `for_training`, without `data=`; the target may be absent."""
+        if "update" in kwargs:
+            raise ValueError("update= is reserved for train_step: an evaluation never updates")
         if self._needs_target and target is not None and not self._has_loss:
             raise ValueError(
                 f"eval_step on rank {self._world.rank} got a target and has no loss_fn: give "

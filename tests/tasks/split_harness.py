@@ -289,9 +289,11 @@ class StageRun:
         self._note(index, self._stage.backward(index, self._gradients(index), _as_it_is))
 
     def _note(self, index: int, sent: Sequence[Any]) -> None:
-        [outgoing] = sent
-        present = iter(outgoing.tensors)
-        for number, spec in enumerate(outgoing.specs):
+        specs = [spec for outgoing in sent for spec in outgoing.specs]
+        if not sent:  # no input wants a gradient
+            specs = [None] * len(self._leaves[index])
+        present = iter([tensor for outgoing in sent for tensor in outgoing.tensors])
+        for number, spec in enumerate(specs):
             gradient = None if spec is None else next(present)
             self.found.note(f"gradient of input {number}, microbatch {index}", gradient)
 
@@ -343,7 +345,7 @@ def assert_bitwise(
                 told = wanted.differences(got)
                 step = "first" if zero else "second"
                 assert told == [], f"{place} stage, {order}, {step} step: {told[:4]}"
-            assert stage.split_support.mode == mode
+            assert stage.split_choice.support.mode == mode
             _assert_clean(module)
             modules.append(module)
     return modules

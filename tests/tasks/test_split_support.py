@@ -257,7 +257,7 @@ def test_a_hidden_reentrant_checkpoint_is_found_by_the_first_forward(
     """The first step is right, bit for bit, with I and W; one warning; then B."""
     plain = made(case)
     stage = make_stage(case, made(case), place)
-    assert stage.split_support.mode == "deferral"
+    assert stage.split_choice.support.mode == "deferral"
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for step, zero in enumerate((True, False, True)):
@@ -265,7 +265,7 @@ def test_a_hidden_reentrant_checkpoint_is_found_by_the_first_forward(
             expected = run_fused(case, plain, place, zero=zero)
             differences = expected.differences(run_split(case, stage, PUT_OFF, place, zero=zero))
             assert differences == [], f"step {step}"
-    assert stage.split_support.mode == "full"
+    assert stage.split_choice.support.mode == "full"
     [text] = _ours(told)
     assert "stage 1" in text
     assert "reentrant" in text
