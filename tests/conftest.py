@@ -15,12 +15,12 @@ ALL_TIMEOUT_S = 1800
 
 settings.register_profile(
     "sample",
-    max_examples=190,
+    max_examples=100,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("all", settings.get_profile("sample"), max_examples=950)
+settings.register_profile("all", settings.get_profile("sample"), max_examples=400)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell that starts us in the background ignores Ctrl-C for us and for what tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
