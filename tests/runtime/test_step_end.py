@@ -1,6 +1,7 @@
 """Hazard 15 and mixed precision: one norm, one factor, one scale, on all ranks."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,3 +293,79 @@ async def test_float16_trains_under_autocast_with_a_scaler(hint: str) -> None:
         for mine, yours in zip(one.parameters(), two.parameters(), strict=True):
             assert torch.equal(mine, yours)
     assert {scaler.get_scale() for scaler in own} == {their.get_scale()}
+
+
+async def test_a_learning_rate_scheduler_follows_the_updates() -> None:
+    """`runtime.optimizer` is what torch's schedulers take; bitwise the unpartitioned loop."""
+    ours, theirs = model(), model()
+    x, y = batch()
+
+    async def main(world: r.World) -> list[float]:
+        async with r.Runtime(
+            ours[world.rank],
+            world=world,
+            config=r.Config(microbatches=2),
+            loss_fn=nn.functional.mse_loss,
+            optimizer=sgd,
+            max_grad_norm=MOST,
+        ) as runtime:
+            assert runtime.optimizer is not None
+            scheduler = torch.optim.lr_scheduler.StepLR(runtime.optimizer, step_size=2, gamma=0.1)
+            rates = []
+            for _ in range(STEPS):
+                await runtime.train_step(x, target=y, update=False)
+                await runtime.eval_step(x, target=y)
+                await runtime.train_step(x, target=y)
+                scheduler.step()
+                rates += scheduler.get_last_lr()
+            return rates
+
+    rates = await r.run_local(3, main)
+    whole = nn.Sequential(*theirs)
+    optimizer = sgd(list(whole.parameters()))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for _ in range(2):
+            for part, target in zip(x.tensor_split(2), y.tensor_split(2), strict=True):
+                (nn.functional.mse_loss(whole(part), target) * 0.5).backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), MOST)
+        optimizer.step()
+        scheduler.step()
+        assert rates[0][step] == scheduler.get_last_lr()[0]
+    assert_same(ours, theirs)
+
+
+async def test_a_checkpoint_keeps_the_loss_scale(tmp_path: Path) -> None:
+    """Scale and growth tracker go on where they were, on every rank."""
+    x, y = batch()
+
+    async def train_and(
+        stages: list[nn.Module], own: list[torch.amp.GradScaler], steps: int, *, load: bool
+    ) -> None:
+        async def main(world: r.World) -> None:
+            async with r.Runtime(
+                stages[world.rank],
+                world=world,
+                config=r.Config(microbatches=2),
+                loss_fn=nn.functional.mse_loss,
+                optimizer=sgd,
+                grad_scaler=own[world.rank],
+                names=lambda stage, name: f"{stage}.{name}",
+            ) as runtime:
+                if load:
+                    await runtime.load(tmp_path / "saved")
+                for _ in range(steps):
+                    await runtime.train_step(x, target=y)
+                if not load:
+                    await runtime.save(tmp_path / "saved")
+
+        await r.run_local(3, main)
+
+    first, second = model(scale=1.0), model(scale=1.0)
+    before, after = scalers(3), scalers(3, init_scale=2.0)
+    await train_and(first, before, 3, load=False)  # grown once, and once on the way
+    await train_and(second, after, 0, load=True)
+    for one, two in zip(before, after, strict=True):
+        assert one.state_dict() == two.state_dict()
+    assert before[0].get_scale() == 2.0**11
