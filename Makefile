@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+EXAMPLES := $(VENV)/.examples
 
 .DEFAULT_GOAL := help
 
@@ -16,13 +17,17 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(EXAMPLES): $(STAMP)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,examples]'
+	@touch $@
+
 demo: $(STAMP)  ## train a small GPT on real text, a process for each of four pipeline ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt.py --steps 30
 
 test: $(STAMP)  ## the tests, the long ones sampled; under five minutes
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: $(STAMP)  ## what `make test` leaves out or samples: long cases, long searches
+test-all: $(EXAMPLES)  ## what `make test` leaves out or samples: long cases, long searches
 	RRFP_HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -m "slow or property"
 
 lint: $(STAMP)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import train_gpt
+import training
 
 from tests.examples.logs import dispatched, write_csv
 
@@ -31,9 +32,9 @@ def words(*extra: str) -> list[str]:
 def run(*extra: str) -> dict[str, object]:
     """Run the example in this process; returns its JSON object without the times."""
     options = train_gpt.parse(words(*extra))
-    text = train_gpt.load_text(options.data)
-    train = train_gpt.train_reference if options.reference else train_gpt.train_pipeline
-    result = json.loads(train_gpt.report(options, train(options, text, lambda *_: None)))
+    recipe, text = train_gpt.GPT(), training.load_text(options.data)
+    history = training.way_of(options)(recipe, options, text, lambda *_: None)
+    result = json.loads(training.report(recipe, options, history))
     return {name: result[name] for name in ("losses", "grad_sha256")}
 
 

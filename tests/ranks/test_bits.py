@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import train_gpt
+import training
 
 from tests.examples.logs import dispatched, write_csv
 from tests.ranks.hosts import run_here
@@ -42,12 +43,12 @@ def bits(result: dict[str, Any]) -> dict[str, Any]:
 
 def _in_this_process(*words: str) -> dict[str, Any]:
     options = train_gpt.parse([*WORDS, *words])
-    text = train_gpt.load_text(options.data)
-    train = train_gpt.train_reference if options.reference else train_gpt.train_pipeline
+    recipe, text = train_gpt.GPT(), training.load_text(options.data)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the example does
     try:
-        return bits(json.loads(train_gpt.report(options, train(options, text, lambda *_: None))))
+        history = training.way_of(options)(recipe, options, text, lambda *_: None)
+        return bits(json.loads(training.report(recipe, options, history)))
     finally:
         torch.set_num_threads(threads)
 
