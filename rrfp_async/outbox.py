@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header
+from rrfp_async.errors import TransferError
 from rrfp_async.ids import Link, TaskId, TaskKind
 from rrfp_async.session import Session
 from rrfp_async.tasks.boundary import Outgoing
@@ -126,7 +127,7 @@ class Outbox:
         begun = self._clock()
         try:
             await self._wires.transfer.send(header.link, header.sequence, outgoing.tensors)
-            outgoing.check_unchanged(header.task)
+            self._check_unchanged(outgoing, header.task)
         except BaseException as error:
             await self._broke(error)
             raise
@@ -135,3 +136,10 @@ class Outbox:
         if header.task.kind is TaskKind.F:
             self._backpressure.send_closed()
         self._changed()  # there may be room for a forward now
+
+    def _check_unchanged(self, outgoing: Outgoing, task: TaskId) -> None:
+        """Refuse what the stage wrote to while it was under way, as a failure of its task."""
+        try:
+            outgoing.check_unchanged(task)
+        except TransferError as error:
+            raise self._session.failed(error, task) from error

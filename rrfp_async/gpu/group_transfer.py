@@ -134,8 +134,13 @@ class GroupTransfer(Transfer):
         atexit.register(self.close)  # a thread inside gloo must not meet the interpreter's end
 
     def export(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor itself where its memory is what it shows, else a contiguous copy."""
-        return tensor.detach().resolve_conj().resolve_neg().contiguous()
+        """A contiguous copy, or the tensor itself if it is large and its memory what it shows.
+
+        A small one may be packed only when the stage's next task writes to its buffer already.
+        """
+        exported = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        copies = self._device.type == "cpu" and tensor.nbytes <= PACKED_MOST_BYTES
+        return exported.clone() if copies else exported
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> bytes | None:
         """Small CPU tensors travel with their header: no thread, no second way."""

@@ -99,7 +99,7 @@ class Batch:
             for place, value, spec in zip(places, values, specs, strict=True)
         ]
         whole = [value for value in inputs if isinstance(value, Splittable)]
-        lengths = _ready_lengths(inputs)
+        lengths = self._ready_lengths(places, values, specs) if whole else None
         _check_samples(whole, count, lengths)
         columns = [
             value.parts(count, _cutting(count, lengths))
@@ -154,6 +154,32 @@ class Batch:
     def _is_one_of_microbatches(self) -> bool:
         """Whether one `Microbatches` stands for all positional arguments."""
         return len(self.args) == 1 and isinstance(self.args[0], Microbatches)
+
+    def _ready_lengths(
+        self, places: Sequence[Place], values: Sequence[Any], specs: Sequence[Any]
+    ) -> list[int] | None:
+        """The samples of ready parts, which whole values beside them are split by; None without."""
+        for index, (place, value, spec) in enumerate(zip(places, values, specs, strict=True)):
+            if isinstance(value, Microbatches):
+                all_args = index == 0 and self._is_one_of_microbatches
+                found = [
+                    _length(place, part, self._spec_of_all(part) if all_args else spec)
+                    for part in value
+                ]
+                known = [length for length in found if length is not None]
+                if len(known) == len(found):
+                    return known
+        return None
+
+    def _spec_of_all(self, part: Any) -> Any:
+        """The chunk spec of a ready part that is all positional arguments.
+
+        Specs that do not fit it are refused where its samples are counted.
+        """
+        specs, is_tuple = self.args_chunk_spec, isinstance(part, tuple)
+        if not isinstance(specs, Sequence) or len(specs) != (len(part) if is_tuple else 1):
+            return None
+        return tuple(specs) if is_tuple else specs[0]
 
     def _arguments(self, row: tuple[Any, ...]) -> Arguments:
         args, values = row[: len(self.args)], row[len(self.args) :]
@@ -250,20 +276,9 @@ def _count_of(places: Sequence[Place], values: Sequence[Any]) -> int | None:
     return next(iter(counts.values()), None)
 
 
-def _ready_lengths(inputs: Sequence[Any]) -> list[int] | None:
-    """The samples of ready parts, which whole values beside them are split by; None without."""
-    for value in inputs:
-        if isinstance(value, Microbatches):
-            lengths = [_length(part) for part in value]
-            known = [length for length in lengths if length is not None]
-            if len(known) == len(lengths):
-                return known
-    return None
-
-
-def _length(part: Any) -> int | None:
-    tensors = (leaf for leaf in pytree.tree_leaves(part) if isinstance(leaf, torch.Tensor))
-    return next((tensor.size(0) for tensor in tensors if tensor.dim()), None)
+def _length(place: Place, part: Any, spec: Any) -> int | None:
+    found = Splittable.of(place, part, spec, ready=True).samples()
+    return found[0][1] if found else None
 
 
 def _cutting(count: int, lengths: list[int] | None) -> Cut:

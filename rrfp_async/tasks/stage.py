@@ -131,8 +131,16 @@ class Stage:
         """Set the gradient that all owners of a tied parameter have in common.
 
         A stand-in has given its share, and gets none.
+
+        Raises:
+            ValueError: If other copies are trained and this one is frozen.
         """
         parameter = self.module.get_parameter(name)
+        if gradient is not None and not parameter.requires_grad:
+            raise ValueError(
+                f"the tied parameter {name!r} of stage {self.index} is frozen and a copy of it on "
+                f"another stage is not: set requires_grad alike on all"
+            )
         aliased = any(alias.stands_in_as(parameter) for alias in self._aliases)
         parameter.grad = None if aliased else gradient
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rrfp_async.errors import TransferError
-from rrfp_async.gpu.group_transfer import GroupTransfer
+from rrfp_async.gpu.group_transfer import PACKED_MOST_BYTES, GroupTransfer
 from rrfp_async.gpu.links import open_links
 from rrfp_async.gpu.transfer import TransferStatistics, spec_of
 from rrfp_async.ids import Link, TensorSpec
@@ -124,13 +124,23 @@ async def test_views_arrive_as_what_they_show(ends: list[GroupTransfer], way: st
     assert torch.equal(received, view)
 
 
-async def test_a_contiguous_tensor_is_exported_without_a_copy(ends: list[GroupTransfer]) -> None:
+async def test_a_large_contiguous_tensor_is_exported_without_a_copy(
+    ends: list[GroupTransfer],
+) -> None:
     """Its storage is the same, and its version counter, by which a change in place is seen."""
-    tensor = torch.randn(3, requires_grad=True).mul(2)
+    tensor = torch.randn(PACKED_MOST_BYTES, requires_grad=True).mul(2)
     exported = ends[0].export(tensor)
     assert exported.data_ptr() == tensor.data_ptr()
     tensor.detach().add_(1)
     assert exported._version == tensor._version == 1
+
+
+async def test_a_small_tensor_is_exported_as_a_copy(ends: list[GroupTransfer]) -> None:
+    """Its task's successor may write to it before it is packed."""
+    tensor = torch.ones(3)
+    exported = ends[0].export(tensor)
+    tensor.zero_()
+    assert exported.tolist() == [1.0] * 3
 
 
 async def test_received_tensors_start_on_64_bytes(ends: list[GroupTransfer]) -> None:

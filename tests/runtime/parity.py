@@ -2,22 +2,31 @@
 
 import copy
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 import rrfp_async as r
-from tests.runtime.reference import Case, Outcome, Step, gradients_of, run_reference
+from tests.runtime.reference import (
+    Case,
+    Gradients,
+    Outcome,
+    Step,
+    gradients_of,
+    parameters_of,
+    run_reference,
+)
 
 SEEDS = range(20)
 SEND_MOST_S = 0.004
 TASK_MOST_S = 0.001
 
 Wrap = Callable[[r.World], r.World]
+_OfRank: TypeAlias = tuple[r.StepResult, Gradients, Gradients]
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,8 @@ class Run:
 
 def topology_of(case: Case) -> r.Topology:
     edges = None if case.edges is None else tuple(r.Edge(*edge) for edge in case.edges)
-    return r.Topology(len(case.stages) // case.chunks, edges, case.chunks, case.placement)
+    ranks = len(case.stages) // case.chunks
+    return r.Topology(ranks, edges, case.chunks, case.placement, tied=case.tied)
 
 
 def shaken(seed: int, *, send_most_s: float = SEND_MOST_S) -> Wrap:
@@ -52,14 +62,14 @@ async def pipelined(case: Case, folder: Path, *, wrap: Wrap | None = None) -> Ru
     stages = copy.deepcopy(list(case.stages))
     topology = topology_of(case)
 
-    async def main(world: r.World) -> list[tuple[r.StepResult, dict[str, Tensor | None]]]:
+    async def main(world: r.World) -> list[_OfRank]:
         async with build(case, stages, world if wrap is None else wrap(world), folder) as runtime:
             return [await _one(runtime, stages, world, step) for step in case.steps]
 
     by_rank = await r.run_local(topology.world_size, main, topology=topology)
     last_rank = topology.rank_of(topology.last_stage)
     outcomes = [_joined([rank[i] for rank in by_rank], last_rank) for i in range(len(case.steps))]
-    results = [[result for result, _ in rank] for rank in by_rank]
+    results = [[result for result, *_ in rank] for rank in by_rank]
     return Run(outcomes, results, [order_of(folder, rank) for rank in range(len(by_rank))])
 
 
@@ -73,28 +83,40 @@ def build(case: Case, stages: list[nn.Module], world: r.World, folder: Path | No
         loss_fn=case.loss_fn,
         loss_reduction=case.count or "mean",
         optimizer=case.make_optimizer,
+        **case.specs,
     )
 
 
-async def _one(
-    runtime: r.Runtime, stages: list[nn.Module], world: r.World, step: Step
-) -> tuple[r.StepResult, dict[str, Tensor | None]]:
+async def _one(runtime: r.Runtime, stages: list[nn.Module], world: r.World, step: Step) -> _OfRank:
     owned = world.topology.stages_of(world.rank)
-    args = next((step.inputs[stage] for stage in owned if stage in step.inputs), ())
+    args, kwargs = given_to(owned, step)
     if step.training:
-        result = await runtime.train_step(*args, target=step.target, update=step.update)
+        result = await runtime.train_step(*args, target=step.target, update=step.update, **kwargs)
     else:
-        result = await runtime.eval_step(*args, target=step.target)
-    prefixes = tuple(f"stage {stage} " for stage in owned)
-    own = {k: v for k, v in gradients_of(stages).items() if k.startswith(prefixes)}
-    return result, own
+        result = await runtime.eval_step(*args, target=step.target, **kwargs)
+    return result, *own(stages, owned)
 
 
-def _joined(ranks: list[tuple[r.StepResult, dict[str, Tensor | None]]], last_rank: int) -> Outcome:
+def given_to(owned: Iterable[int], step: Step) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of the step for a rank that owns these stages."""
+    args = next((step.inputs[stage] for stage in owned if stage in step.inputs), ())
+    kwargs = next((step.kwargs[stage] for stage in owned if stage in step.kwargs), {})
+    return args, dict(kwargs)
+
+
+def own(stages: Sequence[nn.Module], owned: Sequence[int]) -> tuple[Gradients, Gradients]:
+    """The gradients and the parameters of the stages that a rank owns."""
+    others = nn.Module()  # the other ranks' are being written to
+    held = [stage if index in owned else others for index, stage in enumerate(stages)]
+    return gradients_of(held), parameters_of(held)
+
+
+def _joined(ranks: list[_OfRank], last_rank: int) -> Outcome:
     last = ranks[last_rank][0]
-    assert {result.loss for result, _ in ranks} == {last.loss}, "ranks disagree on the loss"
-    gradients = {name: grad for _, held in ranks for name, grad in held.items()}
-    return Outcome(last.loss, last.losses, last.outputs, gradients)
+    assert {result.loss for result, *_ in ranks} == {last.loss}, "ranks disagree on the loss"
+    gradients = {name: grad for _, held, _ in ranks for name, grad in held.items()}
+    parameters = {name: value for _, _, held in ranks for name, value in held.items()}
+    return Outcome(last.loss, last.losses, last.outputs, gradients, parameters)
 
 
 def order_of(folder: Path, rank: int) -> list[str]:
@@ -120,6 +142,9 @@ def differences(
         for name in wanted.gradients.keys() | got.gradients.keys():
             both = (wanted.gradients.get(name), got.gradients.get(name))
             pairs[f"step {number} gradient of {name}"] = both
+        for name in wanted.parameters.keys() | got.parameters.keys():
+            both = (wanted.parameters.get(name), got.parameters.get(name))
+            pairs[f"step {number} parameter {name}"] = both
         found += [name for name, pair in pairs.items() if not _same(*pair, within)]
     return found
 

@@ -24,13 +24,36 @@ LossFn = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one microbatch consists of, where the reference is not to split a step itself.
+
+    Attributes:
+        samples: How many it has.
+        args: Positional arguments by source stage.
+        kwargs: Keyword arguments by source stage.
+        target: The loss function's second argument.
+    """
+
+    samples: int
+    args: Mapping[int, tuple[Any, ...]]
+    kwargs: Mapping[int, Mapping[str, Any]]
+    target: Any
+
+
+@dataclass(frozen=True)
 class Step:
-    """What the user gives one step: inputs by source stage, a target, and the mode."""
+    """What the user gives one step: inputs by source stage, a target, and the mode.
+
+    `parts` are the microbatches that all this comes to; needed where tensors are not split along
+    their first dimension or there are keyword arguments.
+    """
 
     inputs: Mapping[int, tuple[Any, ...]]
     target: Any = None
     training: bool = True
     update: bool = True
+    kwargs: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    parts: Sequence[Part] | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +61,8 @@ class Case:
     """A model in stages, and the steps it goes through. Stage modules are copied before use.
 
     `chunks` and `placement` only say which rank owns what. `count` is what a microbatch's loss is
-    weighted by, instead of its samples.
+    weighted by, instead of its samples; "sum" adds the losses up. `tied` are parameters that
+    stages have copies of, as a Topology takes them; `specs` more arguments of the Runtime.
     """
 
     stages: Sequence[nn.Module]
@@ -50,7 +74,9 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     chunks: int = 1
     placement: str | tuple[int, ...] = "loop"
-    count: Callable[[Any], Any] | None = None
+    count: Callable[[Any], Any] | str | None = None
+    tied: tuple[Mapping[int, str], ...] = ()
+    specs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def graph(self) -> tuple[tuple[int, int], ...]:
@@ -65,12 +91,16 @@ Gradients = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One step's results: the loss, each microbatch's, the outputs, gradients by parameter."""
+    """One step's results: the loss, each microbatch's, the outputs, gradients by parameter.
+
+    `parameters` are as the step's update leaves them.
+    """
 
     loss: float | None
     losses: list[float]
     outputs: list[Any]
     gradients: Gradients
+    parameters: Gradients
 
 
 class _Boundary(torch.autograd.Function):
@@ -100,18 +130,19 @@ def run_reference(case: Case) -> list[Outcome]:
     fresh = True
     for number, step in enumerate(case.steps):
         before = sum(earlier.training is step.training for earlier in case.steps[:number])
-        outcomes.append(_run_step(case, stages, step, before, zero=fresh))
+        results = _run_step(case, stages, step, before, zero=fresh)
         if step.training:
             fresh = step.update
         if step.training and step.update:
             for optimizer in optimizers:
                 optimizer.step()
+        outcomes.append(Outcome(*results, gradients_of(stages), parameters_of(stages)))
     return outcomes
 
 
 def _run_step(
     case: Case, stages: list[nn.Module], step: Step, number: int, *, zero: bool
-) -> Outcome:
+) -> tuple[float | None, list[float], list[Any]]:
     if step.training and zero:
         for stage in stages:
             stage.zero_grad(set_to_none=True)
@@ -123,31 +154,75 @@ def _run_step(
         losses, outputs, weights = _run_microbatches(case, stages, step, number)
     for module, mode in modes:
         module.training = mode
-    return Outcome(_weighted(losses, weights), losses, outputs, gradients_of(stages))
+    if step.training and step.update:
+        _sum_tied(case, stages)
+    return _weighted(losses, weights), losses, outputs
 
 
 def _run_microbatches(
     case: Case, stages: list[nn.Module], step: Step, number: int
 ) -> tuple[list[float], list[Any], list[float]]:
-    columns = {stage: [split(v, case) for v in args] for stage, args in step.inputs.items()}
-    first = columns[0][0]
-    sizes = [_samples(part) for part in first]
-    targets = split_target(step.target, sizes)
-    losses, outputs, weights = [], [], []
-    counts = sizes if case.count is None or targets is None else list(map(case.count, targets))
-    for j, count in enumerate(counts):
-        inputs = {s: [c[j] for c in cs] for s, cs in columns.items()}
+    parts = _split_evenly(case, step) if step.parts is None else step.parts
+    losses, outputs = [], []
+    weights = _weights(case, parts, has_target=step.target is not None)
+    for j, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         streams = partial(_stream, case, number, j, training=step.training)
-        output = _forward(case, stages, inputs, streams)
-        weights.append(float(count) / float(sum(counts)))
+        output = _forward(case, stages, part, streams)
         outputs.append(output.detach() if isinstance(output, Tensor) else output)
-        if targets is None:
+        if step.target is None:
             continue
-        loss = case.loss_fn(output, targets[j])
+        loss = case.loss_fn(pytree.tree_map_only(Tensor, _in_full, output), part.target)
         losses.append(float(loss.detach()))
         if step.training and loss.requires_grad:
-            (loss * weights[-1]).backward()
+            (loss * weight).backward()
     return losses, outputs, weights
+
+
+def _in_full(output: Tensor) -> Tensor:
+    """What a loss function gets of an output: float32 where that is of half precision."""
+    return output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+
+
+def _split_evenly(case: Case, step: Step) -> list[Part]:
+    """The microbatches of tensors that are split along their first dimension."""
+    columns = {stage: [split(v, case) for v in args] for stage, args in step.inputs.items()}
+    sizes = [_samples(part) for part in columns[0][0]]
+    targets = split_target(step.target, sizes) or [None] * len(sizes)
+    rows = [
+        {stage: tuple(c[j] for c in cs) for stage, cs in columns.items()} for j in range(len(sizes))
+    ]
+    return [
+        Part(size, {stage: _unpacked(args) for stage, args in row.items()}, {}, target)
+        for size, row, target in zip(sizes, rows, targets, strict=True)
+    ]
+
+
+def _unpacked(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A tuple as the only argument holds them all."""
+    return args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+
+
+def _weights(case: Case, parts: Sequence[Part], *, has_target: bool) -> list[float]:
+    """What each microbatch's loss counts in the batch's."""
+    if case.count == "sum":
+        return [1.0] * len(parts)
+    if callable(case.count) and has_target:
+        counts = [float(case.count(part.target)) for part in parts]
+    else:
+        counts = [float(part.samples) for part in parts]
+    return [count / sum(counts) for count in counts]
+
+
+def _sum_tied(case: Case, stages: list[nn.Module]) -> None:
+    """Give every copy of a tied parameter the sum over the copies, in the order of the stages."""
+    for owners in case.tied:
+        copies = [stages[stage].get_parameter(name) for stage, name in sorted(owners.items())]
+        gradients = [each.grad for each in copies if each.grad is not None]
+        if not gradients:
+            continue
+        total = sum(gradients[1:], gradients[0])
+        for each in copies:
+            each.grad = total.clone()
 
 
 def _stream(
@@ -163,22 +238,21 @@ def _stream(
 def _forward(
     case: Case,
     stages: list[nn.Module],
-    inputs: dict[int, list[Any]],
+    part: Part,
     streams: Callable[[int], AbstractContextManager[None]],
 ) -> Any:
     """One microbatch through the stage graph."""
     sent: dict[int, Any] = {}
     for index, module in enumerate(stages):
         sources = [source for source, target in case.graph if target == index]
-        arguments = list(inputs.get(index, [])) if not sources else []
-        if len(arguments) == 1 and isinstance(arguments[0], tuple):
-            arguments = list(arguments[0])
+        arguments = list(part.args.get(index, ())) if not sources else []
+        named = part.kwargs.get(index, {}) if not sources else {}
         for source in sources:
             output = sent[source]
             tensors = output if type(output) in (tuple, list) else (output,)
             arguments += [pytree.tree_map_only(Tensor, _cross, tensor) for tensor in tensors]
         with streams(index):
-            sent[index] = module(*arguments)
+            sent[index] = module(*arguments, **named)
     return sent[len(stages) - 1]
 
 
@@ -211,6 +285,15 @@ def _optimizers(case: Case, stages: list[nn.Module]) -> list[torch.optim.Optimiz
         return []
     held = [list(stage.parameters()) for stage in stages]
     return [case.make_optimizer(parameters) for parameters in held if parameters]
+
+
+def parameters_of(stages: Sequence[nn.Module]) -> Gradients:
+    """A copy of every parameter, by stage and name."""
+    return {
+        f"stage {index} {name}": p.detach().clone()
+        for index, stage in enumerate(stages)
+        for name, p in stage.named_parameters()
+    }
 
 
 def gradients_of(stages: Sequence[nn.Module]) -> Gradients:

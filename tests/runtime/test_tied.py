@@ -194,6 +194,18 @@ async def test_copies_that_differ_at_the_start_are_an_error(tmp_path: Path) -> N
         await train(stages, topology, tmp_path)
 
 
+@pytest.mark.parametrize("frozen", [0, 2])
+async def test_a_frozen_copy_of_a_trained_parameter_is_an_error(
+    frozen: int, tmp_path: Path
+) -> None:
+    """It would be trained by the others' gradients, or fall behind them."""
+    stages = separate(model(3))
+    stages[frozen].weight.requires_grad_(False)
+    topology = r.Topology(3, tied=[{0: "weight", 2: "weight"}])
+    with pytest.raises(r.StepFailed, match=f"'weight' of stage {frozen} is frozen"):
+        await train(stages, topology, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("tied", "told"),
     [
