@@ -42,13 +42,15 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]]) -> 
     """
     _refuse_nesting(main)
     coroutine = main() if callable(main) else main
-    before = sys.getswitchinterval()
+    before, on_interrupt = sys.getswitchinterval(), signal.getsignal(signal.SIGINT)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(_until_terminated(coroutine))
     finally:
         sys.setswitchinterval(before)
+        if _handles_signals():
+            signal.signal(signal.SIGINT, on_interrupt)
 
 
 def _refuse_nesting(main: object) -> None:
@@ -62,32 +64,74 @@ def _refuse_nesting(main: object) -> None:
 
 
 async def _until_terminated(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await `coroutine`; on SIGTERM cancel it a little later, so that it can tell its peers.
-
-    torchrun ends its processes with SIGTERM as soon as one of them has died, often before the
-    others know why. Given that little time, they end by themselves and name the cause.
-    """
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    terminated = False
-
-    def terminate() -> None:
-        nonlocal terminated
-        terminated = True
-        if task is not None:
-            loop.call_later(TERM_GRACE_S, task.cancel)
-
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    if on_main_thread and sys.platform != "win32":
-        loop.add_signal_handler(signal.SIGTERM, terminate)
+    """Await `coroutine`, cancelled when a signal ends the program; see `_Signals`."""
+    task = asyncio.current_task()
+    assert task is not None  # this is a coroutine of a Runner
+    signals = _Signals(task)
+    signals.install()
     try:
         return await coroutine
     except asyncio.CancelledError:
-        if terminated:
-            sys.exit(128 + signal.SIGTERM)
+        signals.raise_what_came()
         raise
     finally:
-        if on_main_thread and sys.platform != "win32":
-            loop.remove_signal_handler(signal.SIGTERM)
+        signals.remove()
+
+
+class _Signals:
+    """What SIGTERM and SIGINT do to the program's task.
+
+    On SIGTERM it is cancelled a little later: torchrun ends its processes so as soon as one of them
+    has died, often before the others know why, and given that little time they end by themselves
+    and name the cause. On SIGINT it is cancelled at once, and once: a terminal and torchrun both
+    send one for one Ctrl-C, and the second must not break into the cleaning up.
+    """
+
+    def __init__(self, task: "asyncio.Task[Any]") -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = task
+        self._terminated = False
+        self._interrupted = False
+
+    def install(self) -> None:
+        """Take both, where this thread may; an ignored SIGINT stays ignored."""
+        if _handles_signals():
+            self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
+            if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+                self._loop.add_signal_handler(signal.SIGINT, self._interrupt)
+
+    def remove(self) -> None:
+        """Give both back; after an interrupt no other one comes through until `run` has ended."""
+        if _handles_signals():
+            self._loop.remove_signal_handler(signal.SIGTERM)
+            self._loop.remove_signal_handler(signal.SIGINT)
+            if self._interrupted:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def raise_what_came(self) -> None:
+        """Where the task was cancelled by a signal, say so.
+
+        Raises:
+            SystemExit: After SIGTERM.
+            KeyboardInterrupt: After SIGINT.
+        """
+        if self._terminated:
+            sys.exit(128 + signal.SIGTERM)
+        if self._interrupted:
+            raise KeyboardInterrupt from None
+
+    def _terminate(self) -> None:
+        self._terminated = True
+        self._loop.call_later(TERM_GRACE_S, self._task.cancel)
+
+    def _interrupt(self) -> None:
+        if not self._interrupted:
+            self._interrupted = self._task.cancel()
+
+
+def _handles_signals() -> bool:
+    """Python lets the main thread alone do so; Windows' loops do not."""
+    return threading.current_thread() is threading.main_thread() and sys.platform != "win32"
 
 
 async def run_local(
