@@ -53,8 +53,15 @@ class Accounts:
         self._free_since_s = finished_s
         return held_s
 
-    def blocked_since(self, since_s: float) -> None:
-        """The loop has waited since then: blocking, as far as the device had nothing to do."""
-        if not self._unfinished:
-            idle_since_s = max(since_s, self._free_since_s)
-            self.blocking_s += max(0.0, self._clock() - idle_since_s)
+    def idle_since(self) -> float | None:
+        """Now, if the device has nothing to do, so that waiting from here on is blocking.
+
+        None while work is known to be under way: what its end takes to be heard of is no waiting.
+        """
+        return None if self._unfinished else max(self._clock(), self._free_since_s)
+
+    def blocked_since(self, since_s: float) -> float:
+        """The loop has waited since then, with nothing to do for the device; returns the time."""
+        now = max(self._clock(), since_s)
+        self.blocking_s += now - since_s
+        return now

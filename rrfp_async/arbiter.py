@@ -101,6 +101,10 @@ class Arbiter:
         """The tasks that are ready and not dispatched."""
         return frozenset(self._ready)
 
+    def wanted(self, most: int) -> list[TaskId]:
+        """The first `most` of the hint order's tasks that were not dispatched, ready or not."""
+        return self._hint.ahead_of(None, most)
+
     def choose(self) -> Decision:
         """The best ready and admissible task. Changes nothing, so it may be asked again."""
         ready = len(self._ready)

@@ -99,6 +99,16 @@ class Backpressure:
             return Admissible(any_forward=False, forward_microbatch=self._oldest)
         return _NO_FORWARD
 
+    @property
+    def held(self) -> int:
+        """What counts against `bound`: D, or in a forward-only step the open sends."""
+        return self.in_flight if self._backward else self.open_sends
+
+    @property
+    def oldest_unfinished(self) -> int:
+        """The lowest microbatch whose gradient is not accumulated by every chunk."""
+        return self._front
+
     def decided(self, task: TaskId) -> None:
         """Note that `task` was chosen: a forward takes a place."""
         if task.kind is not TaskKind.F:

@@ -18,6 +18,7 @@ import torch
 from rrfp_async.arbiter import Arbiter
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header, Message, StepBegin
+from rrfp_async.clocks import SAME_CLOCK
 from rrfp_async.config import Config
 from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, TransferError
 from rrfp_async.executor import Executor
@@ -28,13 +29,14 @@ from rrfp_async.limits import make_limit
 from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.reduction import Reduction
-from rrfp_async.session import Session
+from rrfp_async.session import FIRST_RANK, Session
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.kinds import deliver
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.step import StepReport, StepRequest, stage_inputs
 from rrfp_async.trace.journal import Journal
-from rrfp_async.trace.writer import Trace
+from rrfp_async.trace.recorder import Recorder
+from rrfp_async.trace.records import Direction
 from rrfp_async.world import Wires, World
 
 _HELD_MOST = 65_536
@@ -42,7 +44,11 @@ _EXPLAIN_S = 2.0
 
 
 class Dispatcher:
-    """Runs the steps of one rank, one at a time."""
+    """Runs the steps of one rank, one at a time.
+
+    Attributes:
+        report_at_end: What was ready here and waited for when the last step failed, if it did.
+    """
 
     def __init__(
         self,
@@ -51,7 +57,7 @@ class Dispatcher:
         wires: Wires,
         config: Config,
         stages: Mapping[int, Stage],
-        trace: Trace,
+        recorder: Recorder,
         session: Session,
     ) -> None:
         topology = world.topology
@@ -74,9 +80,12 @@ class Dispatcher:
         self._arbiter = Arbiter(order, self._backpressure)
         self._held: deque[tuple[int, Header]] = deque()
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
+        self.report_at_end: str | None = None
         self._first_failure: Exception | None = None
         self._ending = False
         self._journal = Journal(world.clock)
+        self._recorder = recorder
+        recorder.watch(self._arbiter, self._ready_set, self._backpressure, splits=config.splits)
         self._stall_timeout_s = config.stall_timeout_s
         self._wake = asyncio.Event()
         self._outbox = Outbox(
@@ -85,6 +94,7 @@ class Dispatcher:
             session,
             self._backpressure,
             self._journal,
+            recorder=recorder,
             changed=self._wake.set,
             broke=self._transfer_broke,
         )
@@ -106,7 +116,7 @@ class Dispatcher:
             outbox=self._outbox,
             session=session,
             journal=self._journal,
-            trace=trace,
+            recorder=recorder,
             reduction=self._reduction,
             wake=self._wake,
             ahead=config.activation_budget_bytes is None,
@@ -121,13 +131,14 @@ class Dispatcher:
         """
         self._executor.begin_step()
         self._journal.begin_step()
-        self._first_failure = None
+        self._first_failure = self.report_at_end = None
         self._ending = False
         self._session.open_step(training=request.training, update=request.update)
         try:
             async with asyncio.TaskGroup() as group:
                 company = [group.create_task(self._read()), group.create_task(self._watch())]
                 report = await self._run(request)
+                self._ending = True  # well: what is cancelled now is no failure
                 for task in company:
                     task.cancel()
                 return report
@@ -159,8 +170,9 @@ class Dispatcher:
             raise
 
     def _note_end(self, error: BaseException) -> None:
-        if not self._ending and isinstance(error, Exception):
-            self._first_failure = error
+        if not self._ending:
+            self.report_at_end = self._report()
+            self._first_failure = error if isinstance(error, Exception) else None
         self._ending = True
         self._outbox.end_step()
 
@@ -176,6 +188,8 @@ class Dispatcher:
             begin = await self._session.begin(own_sizes, request.seed)
             self._check_sizes(own_sizes, begin.sizes)
             self._world.device.follow_caller()
+            if self._recorder.keeps:
+                await self._begin_records(begin)
         accounts.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
             self._outbox.begin_step(self._transfers, training=request.training)
@@ -183,6 +197,7 @@ class Dispatcher:
                 self._begin(request, batch, arguments, begin)
                 await self._executor.run_all(self._transfers, training=request.training)
             drained = clock()
+        self._executor.waited_for_others(drained)
         with self._part_of_step():
             if request.training:
                 for stage in self._stages.values():
@@ -191,11 +206,22 @@ class Dispatcher:
             told = None
             if request.report is not None:
                 told = (await self._world.device.run(request.report)).value
+            done = clock()
             loss, verdict = await self._session.end(own_loss, told)
-        accounts.blocked_since(drained)
+        self._executor.waited_for_others(done)
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (accounts.compute_s, accounts.blocking_s, accounts.coordination_s)
         return StepReport(number, loss, losses, outputs, *spent, self._backpressure.peak, verdict)
+
+    async def _begin_records(self, begin: StepBegin) -> None:
+        """Tell the log of the step; before the first, how clocks relate."""
+        if not self._recorder.run_begun:
+            world = self._world
+            shared = world.begins_together or world.settle is not None or world.rank == FIRST_RANK
+            aligned = SAME_CLOCK if shared else await self._session.align_clocks()
+            self._recorder.begin_run(aligned.offset_s, aligned.error_s)
+        mode = {"training": begin.training, "update": begin.update}
+        self._recorder.begin_step(begin.step, **mode, sizes=begin.sizes)
 
     def _check_sizes(self, own: tuple[int, ...] | None, sizes: tuple[int, ...]) -> None:
         if own is not None and own != sizes:
@@ -242,9 +268,11 @@ class Dispatcher:
     # -- tensors that come in -------------------------------------------------------------------
 
     async def _receive(self, header: Header, specs: list[TensorSpec]) -> None:
+        begun = self._world.clock()
         try:
             tensors = await self._wires.transfer.receive(header.link, header.sequence, specs)
             self._world.device.adopt(tensors)
+            self._record_arrival(header, tensors, begun, packed=False)
             self._deliver(header, tensors)
         except BaseException as error:
             await self._transfer_broke(error)
@@ -320,7 +348,14 @@ class Dispatcher:
             self._transfer_group().create_task(self._receive(header, specs))
         else:
             tensors = unpacked(header.payload or b"", specs)
+            self._record_arrival(header, tensors, self._world.clock(), packed=True)
             self._deliver(header, tensors)
+
+    def _record_arrival(
+        self, header: Header, tensors: list[torch.Tensor], begun_s: float, *, packed: bool
+    ) -> None:
+        where = (header.edge, Direction.RECEIVE, header.link.source, tensors)
+        self._recorder.transferred(header.task, *where, begun_s=begun_s, packed=packed)
 
     def _expects(self, header: Header) -> bool:
         """Whether something in this step waits for what the header announces."""

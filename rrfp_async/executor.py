@@ -29,8 +29,7 @@ from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext, TaskCoroutine
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.step import most_kept
 from rrfp_async.trace.journal import Journal
-from rrfp_async.trace.records import DispatchRecord, VoidRecord
-from rrfp_async.trace.writer import Trace
+from rrfp_async.trace.recorder import Recorder
 from rrfp_async.world import Wires, World
 
 
@@ -56,7 +55,7 @@ class Executor:
         outbox: Outbox,
         session: Session,
         journal: Journal,
-        trace: Trace,
+        recorder: Recorder,
         reduction: Reduction,
         wake: asyncio.Event,
         ahead: bool,
@@ -75,7 +74,7 @@ class Executor:
         self._outbox = outbox
         self._session = session
         self._journal = journal
-        self._trace = trace
+        self._recorder = recorder
         self._reduction = reduction
         self._wake = wake
         self._ahead = ahead and self._device.takes_back
@@ -117,7 +116,7 @@ class Executor:
             self._check()
             decision = self._arbiter.choose()
             if decision.task is None:
-                await self._wait()
+                await self._wait(decision)
             elif self._ahead and training:
                 await self._run_ahead(decision, decision.task)
             else:
@@ -231,8 +230,7 @@ class Executor:
         """The choice is made: the device runs `task` now, or next for sure."""
         self._arbiter.commit(decision)
         self._journal.note("dispatched", task)
-        record = DispatchRecord(self._session.steps_done, self._world.rank, decision, waited_s)
-        self._trace.write(record)
+        self._recorder.dispatched(decision, waited_s)
 
     def _complete(self, task: TaskId) -> None:
         """What waits for `task` on this rank may run: on its device it comes after it."""
@@ -258,8 +256,7 @@ class Executor:
     async def _reduce(self, task: TaskId) -> None:
         with self._failing_the_step():
             decision = Decision(task, None, len(self._arbiter.ready), (), Reason.BESIDE)
-            step, rank = self._session.steps_done, self._world.rank
-            self._trace.write(DispatchRecord(step, rank, decision, 0.0))
+            self._recorder.dispatched(decision, 0.0)
             self._journal.note("dispatched", task)
             try:
                 await self._reduction.run(task)
@@ -285,22 +282,31 @@ class Executor:
             task = replace(forward, kind=kind)
             if self._ready_set.void(task):
                 self._arbiter.drop(task)
-                self._trace.write(VoidRecord(self._session.steps_done, self._world.rank, task))
+                self._recorder.void(task)
 
     def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
         """The task has left the device: count its time there, and send what it made."""
         self._journal.note("completed", task)
         held_s = self.accounts.computed(outcome.computed.started_s, finished_s)
+        self._recorder.ran(task, finished_s - held_s, finished_s)
         self._backpressure.measured(task_s=held_s, kept_bytes=most_kept(self._stages.values()))
         for outgoing in outcome.outgoing:
             if not self._topology.is_local(outgoing.edge):
                 self._outbox.put(task, outgoing, at_once=bool(self._given))
 
-    async def _wait(self) -> None:
-        since_s = self._world.clock()
+    async def _wait(self, decision: Decision | None = None) -> None:
+        """Wait for an event; `decision` says why nothing runs, if nothing does."""
+        idle_since_s = self.accounts.idle_since()
+        if idle_since_s is not None and decision is not None:
+            self._recorder.idles(decision, idle_since_s)
         self._wake.clear()
         await self._wake.wait()
-        self.accounts.blocked_since(since_s)
+        if idle_since_s is not None:
+            self._recorder.idle_until(self.accounts.blocked_since(idle_since_s))
+
+    def waited_for_others(self, since_s: float) -> None:
+        """This rank's tasks were done then, and it has waited for other ranks since."""
+        self._recorder.idled_for_others(since_s, self.accounts.blocked_since(since_s))
 
     def _check(self) -> None:
         """Raise what has failed beside the loop."""

@@ -16,6 +16,8 @@ from rrfp_async.ids import Link, TaskId, TaskKind
 from rrfp_async.session import Session
 from rrfp_async.tasks.boundary import Outgoing
 from rrfp_async.trace.journal import Journal
+from rrfp_async.trace.recorder import Recorder
+from rrfp_async.trace.records import Direction
 from rrfp_async.world import Wires, World
 
 
@@ -28,6 +30,7 @@ class Outbox:
         session: Numbers the steps.
         backpressure: Told of sends that open and close.
         journal: Told of sends that ended.
+        recorder: Likewise.
         changed: Called when there may be room for another task, or the step is to fail.
         broke: Awaited with what a transfer raised, before it ends the step.
     """
@@ -40,6 +43,7 @@ class Outbox:
         backpressure: Backpressure,
         journal: Journal,
         *,
+        recorder: Recorder,
         changed: Callable[[], None],
         broke: Callable[[BaseException], Awaitable[None]],
     ) -> None:
@@ -49,6 +53,7 @@ class Outbox:
         self._session = session
         self._backpressure = backpressure
         self._journal = journal
+        self._recorder = recorder
         self._changed = changed
         self._broke = broke
         self._sequences: Counter[Link] = Counter()
@@ -115,14 +120,23 @@ class Outbox:
         payload = self._wires.transfer.pack(outgoing.tensors) if packs else None
         what = (outgoing.edge, task, outgoing.specs, payload, outgoing.layout)
         header = Header(number, link, sequence, *what)
+        announced_s = self._clock()
         self._wires.bus.send_nowait(link.target, header)
         if outgoing.tensors and payload is None:
             self._sequences[link] += 1
             if task.kind is TaskKind.F:
                 self._backpressure.send_opened()
-            group.create_task(self._transfer(header, outgoing))
+            group.create_task(self._transfer(header, outgoing, announced_s))
+        else:
+            self._record(header, outgoing, announced_s, packed=True)
 
-    async def _transfer(self, header: Header, outgoing: Outgoing) -> None:
+    def _record(
+        self, header: Header, outgoing: Outgoing, announced_s: float, *, packed: bool
+    ) -> None:
+        where = (header.edge, Direction.SEND, header.link.target, outgoing.tensors)
+        self._recorder.transferred(header.task, *where, begun_s=announced_s, packed=packed)
+
+    async def _transfer(self, header: Header, outgoing: Outgoing, announced_s: float) -> None:
         """Send an edge's tensors, which must not have changed by the time the receiver has them."""
         begun = self._clock()
         try:
@@ -133,6 +147,7 @@ class Outbox:
             raise
         self._backpressure.measured(transfer_s=self._clock() - begun)
         self._journal.note("sent the result of", header.task)
+        self._record(header, outgoing, announced_s, packed=False)
         if header.task.kind is TaskKind.F:
             self._backpressure.send_closed()
         self._changed()  # there may be room for a forward now

@@ -5,7 +5,7 @@ steps the optimizer. It does not know in which order tasks run or how anything t
 """
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from functools import partial
 from os import PathLike
@@ -30,7 +30,7 @@ from rrfp_async.tasks.generators import Streams
 from rrfp_async.tasks.loss import Loss, LossFn, Reduction, check_reduction
 from rrfp_async.tasks.step import StepReport, StepRequest
 from rrfp_async.tasks.update import verdict
-from rrfp_async.trace.writer import open_trace
+from rrfp_async.trace.recorder import Recorder, open_recorder
 from rrfp_async.world import World
 
 
@@ -139,8 +139,8 @@ class Runtime:
         self._dispatcher: Dispatcher | None = None
         self._session: Session | None = None
         self._bus: Bus | None = None
-        self._busy = False
-        self._closed = False
+        self._recorder = Recorder()
+        self._busy = self._closed = False
         self._failure: BaseException | None = None
         self._gradients_used = True
 
@@ -181,15 +181,15 @@ class Runtime:
             judge=verdict,
         )
         self._resources.callback(self._session.say_farewell)
-        trace = open_trace(self._config.trace_dir, self._world.rank)
-        if self._config.trace_dir is not None:
-            self._resources.push_async_callback(surely, trace.close)
+        self._recorder = open_recorder(self._world.whose(self._config))
+        if self._recorder.keeps:
+            self._resources.push_async_callback(surely, self._recorder.close)
         self._dispatcher = Dispatcher(
             world=self._world,
             wires=wires,
             config=self._config,
             stages=self._stages,
-            trace=trace,
+            recorder=self._recorder,
             session=self._session,
         )
 
@@ -200,7 +200,7 @@ class Runtime:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None and self._session is not None and self._failure is None:
-            self._session.tell_failure(error)
+            self._recorder.failed(self._session.tell_failure(error), None)
         await self.close()
 
     async def close(self) -> None:
@@ -312,8 +312,7 @@ class Runtime:
 
     async def _train(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, update: bool
-    ) -> StepResult:
-        begun = self._world.clock()
+    ) -> StepReport:
         get = self._feed.for_training(args, kwargs, target)
         told = self._update.report if update and self._reports else None
         number, zero = self.steps_trained, self._gradients_used
@@ -324,7 +323,7 @@ class Runtime:
         if update:
             with self._naming_this_rank(report.step):
                 await self._apply(report)
-        return result_of(report, self._world.clock() - begun)
+        return report
 
     async def _apply(self, report: StepReport) -> None:
         if report.verdict is not None:
@@ -334,13 +333,12 @@ class Runtime:
 
     async def _evaluate(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> StepResult:
-        begun = self._world.clock()
+    ) -> StepReport:
         get = self._feed.for_evaluation(args, kwargs, target)
         request = StepRequest(False, False, self._steps_evaluated, self._seed, False, get)
         report = await self._open().run_step(request)
         self._steps_evaluated += 1
-        return result_of(report, self._world.clock() - begun)
+        return report
 
     @contextmanager
     def _naming_this_rank(self, step: int | None = None) -> Iterator[None]:
@@ -352,21 +350,24 @@ class Runtime:
                 raise
             raise self._session.failed(error, step=step) from error
 
-    async def _guarded(self, step: Any) -> StepResult:
+    async def _guarded(self, step: Coroutine[Any, Any, StepReport]) -> StepResult:
         """Run a step if the Runtime's state allows it; tell every rank if it fails."""
         try:
             self._check_state()
         except StateError:
             step.close()
             raise
-        self._busy = True
+        self._busy, begun = True, self._world.clock()
+        self._recorder.open_step(begun)
         try:
-            result: StepResult = await step
+            result = result_of(await step, self._world.clock() - begun)
+            self._recorder.end_step(result)
             return result
         except BaseException as error:
             self._failure = error
             if self._session is not None and self._bus is not None:
-                self._session.tell_failure(error)
+                failed = self._session.tell_failure(error)
+                self._recorder.failed(failed, self._open().report_at_end)
                 self._bus.close()  # whom the message cannot reach sees the end instead
             raise
         finally:

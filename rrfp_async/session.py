@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 from rrfp_async.bus.base import Bus
 from rrfp_async.bus.messages import (
+    ClockAsk,
+    ClockTold,
     Failure,
     Farewell,
     GradientReport,
@@ -30,6 +32,7 @@ from rrfp_async.bus.messages import (
     StepEnd,
     Verdict,
 )
+from rrfp_async.clocks import Alignment, ClockProbe
 from rrfp_async.errors import BusError, ProtocolError, StepFailed
 from rrfp_async.grid import Column
 from rrfp_async.ids import TaskId
@@ -88,12 +91,17 @@ class Session:
         self._left: set[int] = set()
         self._held: deque[tuple[int, Message]] = deque()
         self._in_step = False
+        self._clock_probe = ClockProbe(
+            clock, lambda number: bus.send_nowait(FIRST_RANK, ClockAsk(number))
+        )
         self._handlers: Mapping[type[Message], Callable[[int, Any], None]] = {
             Hello: self._on_hello,
             StepBegin: self._on_step_begin,
             RankDone: self._on_rank_done,
             StepEnd: self._on_step_end,
             Progress: self._on_progress,
+            ClockAsk: self._on_clock_ask,
+            ClockTold: lambda _source, told: self._clock_probe.told(told.number, told.time_s),
             Failure: self._on_failure,
             Farewell: self._on_farewell,
             PeerLost: self._on_peer_lost,
@@ -137,6 +145,10 @@ class Session:
         begin = StepBegin(self.steps_done, self._training, self._update, seed, sizes)
         self._tell_all(begin)
         return begin
+
+    async def align_clocks(self) -> Alignment:
+        """How this rank's clock relates to the first one's, which must be in the same step."""
+        return await self._clock_probe.measure()
 
     async def end(
         self, loss: float | None, gradients: GradientReport | None = None
@@ -196,14 +208,18 @@ class Session:
             records=records,
         )
 
-    def tell_failure(self, error: BaseException) -> None:
+    def tell_failure(self, error: BaseException) -> StepFailed:
         """Tell every rank of a step that `error` ended, also if another rank told us.
 
         What this rank says next is that it leaves; whoever hears that first must know why.
+
+        Returns:
+            What it told.
         """
         failed = error if isinstance(error, StepFailed) else self.failed(error)
         fields = (failed.stage, failed.task, failed.microbatch, failed.cause, failed.records)
         self._tell_reachable(Failure(failed.step, failed.rank, *fields))
+        return failed
 
     def say_farewell(self) -> None:
         """Tell every rank that this one takes part in no further step."""
@@ -234,7 +250,7 @@ class Session:
             ProtocolError: If it belongs to one that has ended.
         """
         match message:
-            case Progress():
+            case Progress() | ClockAsk() | ClockTold():
                 return False
             case Hello() | PeerLost():
                 return not self._in_step
@@ -296,6 +312,9 @@ class Session:
         if not judged or before is None or before.events != message.events:
             self._progressed_s = self._clock()
         self._progress[source] = message
+
+    def _on_clock_ask(self, source: int, message: ClockAsk) -> None:
+        self._bus.send_nowait(source, ClockTold(message.number, self._clock()))
 
     def _on_failure(self, _source: int, message: Failure) -> None:
         raise StepFailed(

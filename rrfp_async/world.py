@@ -28,6 +28,7 @@ from rrfp_async.gpu.transfer import Transfer
 from rrfp_async.grid import Column, Coordinates, coordinates
 from rrfp_async.tasks.generators import Generators, shared_generators
 from rrfp_async.topology import Topology
+from rrfp_async.trace.recorder import Whose
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,11 @@ class World:
     def column(self) -> Column:
         """The pipeline that this rank's tensors travel in."""
         return Column.of(self.topology, self.rank)
+
+    def whose(self, config: Config) -> Whose:
+        """This rank as the records of its Runtime with `config` name it."""
+        simulated = self.settle is not None
+        return Whose(self.rank, self.topology, config, self.clock, simulated)
 
     async def __aenter__(self) -> Self:
         return self

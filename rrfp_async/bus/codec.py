@@ -12,6 +12,8 @@ from typing import Any
 import msgpack
 
 from rrfp_async.bus.messages import (
+    ClockAsk,
+    ClockTold,
     Envelope,
     Failure,
     Farewell,
@@ -29,7 +31,7 @@ from rrfp_async.bus.messages import (
 from rrfp_async.errors import CodecError
 from rrfp_async.ids import Edge, Layout, Link, Plain, TaskId, TaskKind, TensorSpec
 
-VERSION = 3
+VERSION = 4
 """Version of the wire format; frames of another are refused."""
 
 FRAME_MOST_BYTES = 1 << 20
@@ -204,6 +206,8 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
         },
         Progress: {"step": _count, "events": _count, "report": _text},
         Farewell: {"steps": _count},
+        ClockAsk: {"number": _count},
+        ClockTold: {"number": _count, "time_s": _float},
     }
 )
 _NUMBER_OF: Mapping[type[Message], int] = MappingProxyType(

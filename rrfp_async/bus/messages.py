@@ -161,13 +161,40 @@ class Farewell:
 
 
 @dataclass(frozen=True, slots=True)
+class ClockAsk:
+    """A rank asks the first one for its time, with a number to know the answer by."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ClockTold:
+    """The first rank's time, in seconds on its own clock, in answer to that question."""
+
+    number: int
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """The connection to a rank is gone. Made by the bus itself, never sent."""
 
     reason: str
 
 
-Message = Hello | StepBegin | Header | RankDone | StepEnd | Progress | Failure | Farewell | PeerLost
+Message = (
+    Hello
+    | StepBegin
+    | Header
+    | RankDone
+    | StepEnd
+    | Progress
+    | Failure
+    | Farewell
+    | ClockAsk
+    | ClockTold
+    | PeerLost
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from rrfp_async.topology import Topology
 
 _COMMUNICATION = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")
 _LOG = re.compile(r"rank\d+\.jsonl")
-_LOG_SCHEMA = 1
-"""The version of the records that can be replayed; trace/records.py writes it."""
+_LOG_SCHEMAS = (1, 2)
+"""The versions of the records that can be replayed; trace/records.py writes the last."""
 _TASK_EVENTS = ("dispatch", "void")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -200,7 +200,7 @@ def _dispatches(path: Path) -> Iterable[tuple[int, TaskId]]:
             record = json.loads(line)
             if record["event"] not in _TASK_EVENTS or record["task"] is None:
                 continue
-            known = record["schema"] == _LOG_SCHEMA
+            known = record["schema"] in _LOG_SCHEMAS
             step, task = int(record["step"]), TaskId.parse(record["task"])
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError(
@@ -208,8 +208,8 @@ def _dispatches(path: Path) -> Iterable[tuple[int, TaskId]]:
             ) from error
         if not known:
             raise ValueError(
-                f"{path}, line {number} has schema {record['schema']!r}, only {_LOG_SCHEMA} can be "
-                f"replayed: record the run again with this release"
+                f"{path}, line {number} has schema {record['schema']!r}, only {_LOG_SCHEMAS} can "
+                f"be replayed: record the run again with this release"
             )
         if task.kind is not TaskKind.R:  # it runs beside the list
             yield step, task

@@ -18,9 +18,11 @@ import torch
 from rrfp_async.bus.inproc import InprocHub
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
-from rrfp_async.errors import StateError
+from rrfp_async.errors import StateError, StepFailed
+from rrfp_async.gpu.completion import Clock
 from rrfp_async.gpu.loopback import LoopbackFabric
 from rrfp_async.grid import coordinates
+from rrfp_async.result import result_of
 from rrfp_async.session import Session
 from rrfp_async.sim.clock import VirtualLoop
 from rrfp_async.sim.costs import Costs
@@ -28,7 +30,7 @@ from rrfp_async.sim.parts import CostModelDevice, CostModelStage, DelayedLoopbac
 from rrfp_async.tasks.batch import Batch
 from rrfp_async.tasks.step import StepReport, StepRequest
 from rrfp_async.topology import Topology
-from rrfp_async.trace.writer import open_trace
+from rrfp_async.trace.recorder import Recorder, open_recorder
 from rrfp_async.world import Connecting, Wires, World
 
 if sys.platform != "win32":
@@ -116,13 +118,13 @@ class VirtualCluster:
         ranks = range(self._topology.world_size)
         hub, fabric = InprocHub(len(ranks)), LoopbackFabric()
         with ExitStack() as resources:
-            dispatchers = [self._rank(rank, hub, fabric, resources) for rank in ranks]
+            cluster = [self._rank(rank, hub, fabric, resources) for rank in ranks]
             begun_s = loop.time()
             try:
                 async with asyncio.TaskGroup() as group:
                     steps = [
-                        group.create_task(dispatcher.run_step(self._request(rank)))
-                        for rank, dispatcher in enumerate(dispatchers)
+                        group.create_task(one.run_step(self._request(rank)))
+                        for rank, one in enumerate(cluster)
                     ]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from errors  # the first cause, not its company
@@ -131,7 +133,7 @@ class VirtualCluster:
 
     def _rank(
         self, rank: int, hub: InprocHub, fabric: LoopbackFabric, resources: ExitStack
-    ) -> Dispatcher:
+    ) -> "_Rank":
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
         bus = hub.open(rank)
@@ -157,7 +159,9 @@ class VirtualCluster:
             clock=loop.time,
             stall_timeout_s=self._config.stall_timeout_s,
         )
-        return Dispatcher(
+        recorder = open_recorder(world.whose(self._config))
+        resources.callback(recorder.close)
+        dispatcher = Dispatcher(
             world=world,
             wires=wires,
             config=self._config,
@@ -165,9 +169,10 @@ class VirtualCluster:
                 stage: CostModelStage(stage, self._topology, self._costs, split=self._config.splits)
                 for stage in self._topology.stages_of(coordinates(self._topology, rank).pp)
             },
-            trace=resources.enter_context(open_trace(self._config.trace_dir, rank)),
+            recorder=recorder,
             session=session,
         )
+        return _Rank(dispatcher, session, recorder, loop.time)
 
     def _is_first(self, rank: int) -> bool:
         return coordinates(self._topology, rank).pp == self._topology.rank_of(0)
@@ -177,6 +182,28 @@ class VirtualCluster:
         args = (torch.empty(microbatches, 1),) if self._is_first(rank) else ()
         batch = Batch(args, {}, None, microbatches)
         return StepRequest(True, True, 0, 0, True, batch=lambda: _given(batch))
+
+
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank's dispatcher, and what it is recorded with."""
+
+    dispatcher: Dispatcher
+    session: Session
+    recorder: Recorder
+    clock: Clock
+
+    async def run_step(self, request: StepRequest) -> StepReport:
+        begun = self.clock()
+        self.recorder.open_step(begun)
+        try:
+            report = await self.dispatcher.run_step(request)
+        except BaseException as error:
+            failed = error if isinstance(error, StepFailed) else self.session.failed(error)
+            self.recorder.failed(failed, self.dispatcher.report_at_end)
+            raise
+        self.recorder.end_step(result_of(report, self.clock() - begun))
+        return report
 
 
 async def _given(value: T) -> T:

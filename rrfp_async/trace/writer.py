@@ -1,29 +1,34 @@
 """Where records go: nowhere, or to one JSON-lines file per rank, off the hot path.
 
-The caller only appends to a bounded queue; a thread of the writer renders (structlog) and writes.
-A disk that fails or cannot keep up never stops training: records are lost, counted, and warned
-of once. The writer does not know what the records mean.
+The caller only appends to a bounded buffer; a thread of the writer gathers what comes within a
+moment, renders it and writes it in one piece. A disk that fails or cannot keep up never
+stops training: records are lost, counted, warned of once and told in the file's last line. What is
+lost is lost in whole lines, as far as the file lets itself be cut. The writer does not know what
+the records mean.
 """
 
 import io
-import queue
+import json
 import sys
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
-import structlog
-
-from rrfp_async.trace.records import Record
+from rrfp_async.trace.records import LostRecord, Record
 
 if sys.platform != "win32":
     import fcntl
 
-_QUEUE_MOST = 100_000
+_BUFFER_MOST = 100_000
+_GATHER_S = 0.1
+_AT_ONCE_MOST = 4_096
+_HELD_MOST = 8  # records that are rendered without letting go of the interpreter
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -33,6 +38,9 @@ class Trace(ABC):
     @abstractmethod
     def write(self, record: Record) -> None:
         """Take a record. Never blocks, never raises."""
+
+    def flush(self) -> None:  # noqa: B027 - nothing waits
+        """Have what is pending written now, not soon. Does not wait for it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -63,6 +71,8 @@ class NullTrace(Trace):
 class JsonlTrace(Trace):
     """Writes `folder/rank{rank}.jsonl`, replacing an older file; one JSON object a line.
 
+    All but its thread's own methods belong to one thread.
+
     Raises:
         OSError: If the file cannot be opened. Later faults of the disk only lose records.
         ValueError: If another trace is writing it.
@@ -73,68 +83,108 @@ class JsonlTrace(Trace):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._claimed = _claim(path)
         try:
-            self._file: TextIO = path.open("w", encoding="utf-8")
+            self._file: io.RawIOBase = path.open("wb", buffering=0)
         except BaseException:
             self._claimed.close()
             raise
-        self._queue: queue.Queue[Record | None] = queue.Queue(_QUEUE_MOST)
-        self._lost = 0
-        self._written = 0
+        self._buffer: deque[Record] = deque()
+        self._taken = self._refused = 0  # counted by the caller
+        self._written = self._failed = 0  # counted by the thread
+        self._good_bytes = 0
         self._closed = False
+        self._some = threading.Event()
+        self._now = threading.Event()
+        self._called = False
         self._thread = threading.Thread(target=self._write_all, name=f"rrfp-trace-{rank}")
         self._thread.daemon = True  # an exit without close() must not hang
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Queue the record; counts it as lost when the queue is full or closed."""
-        if self._closed:
-            self._lost += 1
+        """Take the record; counts it as lost when the buffer is full or closed."""
+        if self._closed or len(self._buffer) >= _BUFFER_MOST:
+            self._refused += 1
             return
-        try:
-            self._queue.put_nowait(record)
-        except queue.Full:
-            self._lost += 1
+        self._taken += 1
+        self._buffer.append(record)
+        if not self._called:  # once for all that comes while the thread gathers
+            self._called = True
+            self._some.set()
+
+    def flush(self) -> None:
+        """Wake the thread."""
+        self._now.set()
+        self._some.set()
 
     def close(self) -> None:
-        """Flush and close the file; waits at most ten seconds for the disk."""
+        """Write and close the file; waits at most ten seconds for the disk."""
         if self._closed:
             return
         self._closed = True
-        with suppress(queue.Full):  # then the thread finds `_closed` once the queue is empty
-            self._queue.put_nowait(None)
+        self.flush()
         self._thread.join(_CLOSE_TIMEOUT_S)
         if self._thread.is_alive():  # the disk hangs: the thread is a daemon and stays behind
-            self._lost += self._queue.qsize()
-        if self._lost:
-            warnings.warn(f"the trace lost {self._lost} records", RuntimeWarning, stacklevel=2)
+            self._refused += self._taken - self._written - self._failed
+            self._taken = self._written + self._failed
+        if lost := self.statistics()["lost"]:
+            warnings.warn(f"the trace lost {lost} records", RuntimeWarning, stacklevel=2)
 
     def statistics(self) -> dict[str, int]:
         """Counts of records written, pending and lost."""
-        return {"written": self._written, "pending": self._queue.qsize(), "lost": self._lost}
+        pending = max(0, self._taken - self._written - self._failed)
+        return {
+            "written": self._written,
+            "pending": pending,
+            "lost": self._refused + self._failed,
+        }
 
-    def _next_record(self) -> Record | None:
-        """The next record, or None after the last."""
-        if self._closed and self._queue.empty():
-            return None
-        return self._queue.get()
+    # -- on the thread ---------------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        logger = structlog.wrap_logger(
-            structlog.WriteLogger(self._file),
-            processors=[structlog.processors.JSONRenderer()],
-            wrapper_class=structlog.BoundLogger,
-        )
-        while (record := self._next_record()) is not None:
-            try:
-                logger.msg(record.EVENT, **record.fields())
-                self._written += 1
-            except (OSError, ValueError):  # the disk is full, or the file was closed under us
-                self._lost += 1
-        try:
+        while not self._closed:
+            self._some.wait()
+            self._now.wait(_GATHER_S)
+            self._now.clear()
+            self._some.clear()
+            self._called = False  # from here on the caller calls again
+            self._drain()
+        self._drain()
+        with suppress(OSError, ValueError):
+            self._tell_lost()
+        with suppress(OSError):
             self._file.close()
-        except OSError:
-            self._lost += 1
         self._claimed.close()
+
+    def _drain(self) -> None:
+        while self._buffer:
+            lines: list[bytes] = []
+            while self._buffer and len(lines) < _AT_ONCE_MOST:
+                lines.append(self._line(self._buffer.popleft()))
+                if len(lines) % _HELD_MOST == 0:
+                    time.sleep(0)  # lets go of the interpreter: the event loop waits for no batch
+            whole = self._write_lines(lines)
+            self._written += whole
+            self._failed += len(lines) - whole
+
+    def _line(self, record: Record) -> bytes:
+        return json.dumps({"event": record.EVENT, **record.fields()}).encode() + b"\n"
+
+    def _write_lines(self, lines: list[bytes]) -> int:
+        """Write the lines; returns how many came out whole, and cuts off the one that did not."""
+        data, done = b"".join(lines), 0
+        try:
+            while done < len(data):
+                done += self._file.write(memoryview(data)[done:]) or 0
+        except (OSError, ValueError):  # disk full, pipe closed, or the file was closed under us
+            done = data.rfind(b"\n", 0, done) + 1
+            with suppress(OSError, ValueError):
+                self._file.truncate(self._good_bytes + done)
+                self._file.seek(self._good_bytes + done)
+        self._good_bytes += done
+        return data.count(b"\n", 0, done)
+
+    def _tell_lost(self) -> None:
+        if lost := self._refused + self._failed:
+            self._write_lines([self._line(LostRecord(lost))])
 
 
 def _claim(path: Path) -> io.FileIO:

@@ -3,6 +3,8 @@
 from hypothesis import strategies as st
 
 from rrfp_async.bus.messages import (
+    ClockAsk,
+    ClockTold,
     Envelope,
     Failure,
     Farewell,
@@ -64,5 +66,7 @@ messages = st.one_of(
     ),
     st.builds(Progress, counts, counts, texts),
     st.builds(Farewell, counts),
+    st.builds(ClockAsk, counts),
+    st.builds(ClockTold, counts, floats),
 )
 envelopes = st.builds(Envelope, counts, counts, messages)

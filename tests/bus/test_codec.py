@@ -105,7 +105,7 @@ BAD_FRAMES: dict[str, Any] = {
     "source no int": [codec.VERSION, "0", *GOOD[2:]],
     "source a bool": [codec.VERSION, True, *GOOD[2:]],
     "sequence a float": [codec.VERSION, 0, 0.0, *GOOD[3:]],
-    "unknown kind": [*GOOD[:3], 8, [1]],
+    "unknown kind": [*GOOD[:3], 10, [1]],
     "negative kind": [*GOOD[:3], -1, [1]],
     "kind a string": [*GOOD[:3], "7", [1]],
     "fields no list": [*GOOD[:4], 1],

@@ -155,4 +155,4 @@ def write_logs(folder: Path, steps: list[Decided]) -> None:
         with JsonlTrace(folder, rank) as trace:
             for step, decided in enumerate(steps):
                 for decision in decided[rank]:
-                    trace.write(DispatchRecord(step, rank, decision, 0.0))
+                    trace.write(DispatchRecord(step, rank, decision, 0.0, 0.0))

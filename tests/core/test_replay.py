@@ -212,6 +212,19 @@ def test_a_line_that_is_no_record_is_refused(tmp_path: Path, garbage: str) -> No
     assert message.endswith("replay a whole log")
 
 
+def test_a_log_of_the_first_format_is_replayed_as_one_of_today_s(tmp_path: Path) -> None:
+    """Schema 1 had the same fields, fewer kinds of lines, and no time in them."""
+    texts = (lines(0, FIRST), lines(0, SECOND))
+    older = [text.replace(f'"schema": {SCHEMA}', '"schema": 1') for text in texts]
+    assert older != list(texts)
+    (tmp_path / "older").mkdir()
+    orders = [
+        Config(microbatches=2, hint=hint).order.orders(Topology(2), 2, 0)
+        for hint in (logs(tmp_path / "older", *older), logs(tmp_path, *texts))
+    ]
+    assert orders[0] == orders[1] != []
+
+
 def test_a_log_in_a_later_format_is_refused(tmp_path: Path) -> None:
     """Records have a version: what a later one means is not guessed."""
     later = lines(0, SECOND).replace(f'"schema": {SCHEMA}', f'"schema": {SCHEMA + 1}')

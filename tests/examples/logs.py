@@ -1,7 +1,8 @@
 """Dispatch logs and schedule files of the example's four ranks and eight microbatches."""
 
-import json
 from pathlib import Path
+
+from tests.logs import records
 
 RANKS = 4
 MICROBATCHES = 8
@@ -9,8 +10,8 @@ MICROBATCHES = 8
 
 def dispatched(folder: Path) -> list[list[tuple[int, str]]]:
     """Step and task of every dispatch, rank by rank."""
-    logs = [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(RANKS)]
-    return [[(r["step"], r["task"]) for r in map(json.loads, log)] for log in logs]
+    logs = [records(folder, rank, "dispatch") for rank in range(RANKS)]
+    return [[(record["step"], record["task"]) for record in log] for log in logs]
 
 
 def write_csv(path: Path) -> Path:

@@ -10,6 +10,7 @@ import pytest
 import train_gpt
 import training
 
+from tests import logs
 from tests.examples.logs import dispatched, write_csv
 
 SEEDS = (1, 2, 3)
@@ -46,8 +47,7 @@ def reference() -> dict[str, object]:
 
 def orders(trace: Path) -> list[list[str]]:
     """Every rank's dispatch order as its log tells it."""
-    logs = sorted(trace.glob("rank*.jsonl"))
-    return [[json.loads(line)["task"] for line in log.read_text().splitlines()] for log in logs]
+    return [logs.dispatched(trace, rank) for rank in range(len(list(trace.glob("rank*.jsonl"))))]
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ import torch
 import train_gpt
 import training
 
+from tests import logs
 from tests.examples.logs import dispatched, write_csv
 from tests.ranks.hosts import run_here
 
@@ -118,8 +119,7 @@ def test_processes_really_dispatch_in_other_orders_for_other_seeds(tmp_path: Pat
         folder = tmp_path / str(seed)
         order = ("--hint", "bf", "--delay-seed", str(seed))
         _under_torchrun(4, *order, "--trace-dir", str(folder))
-        logs = [(folder / f"rank{rank}.jsonl").read_text().splitlines() for rank in range(4)]
-        seen.append([[json.loads(line)["task"] for line in log] for log in logs])
+        seen.append([logs.dispatched(folder, rank) for rank in range(4)])
     assert seen[0] != seen[1]
     for ranks in seen:
         for rank, order in enumerate(ranks):

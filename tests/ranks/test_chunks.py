@@ -1,12 +1,12 @@
 """Two stages a rank on real ranks: HAZARDS 10, and budgets in bytes."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests import logs
 from tests.ranks.conftest import Launch
 from tests.ranks.launching import Job, start_torchrun
 from tests.ranks.worker_chunks import FEATURES, MICROBATCHES, SIZES
@@ -59,8 +59,7 @@ def late(
 
 def order(job: Job, rank: int) -> list[str]:
     """The rank's tasks in the order of its log."""
-    lines = (job.folder / f"trace/rank{rank}.jsonl").read_text().splitlines()
-    return [json.loads(line)["task"] for line in lines]
+    return logs.dispatched(job.folder / "trace", rank)
 
 
 def test_other_ready_tasks_run_while_the_first_activation_is_late(late: tuple[Late, Job]) -> None:

@@ -1,12 +1,12 @@
 """HAZARDS 10 and 20 on real ranks: late data keeps nothing waiting but what needs it."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from tests import logs
 from tests.machine import Tick, kept_between
 from tests.ranks.launching import Event, Job, start_torchrun
 
@@ -40,8 +40,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 def order(job: Job, rank: int) -> list[str]:
     """The rank's tasks in the order of its log."""
-    lines = (job.folder / f"trace/rank{rank}.jsonl").read_text().splitlines()
-    return [json.loads(line)["task"] for line in lines]
+    return logs.dispatched(job.folder / "trace", rank)
 
 
 def transfer(job: Job, rank: int, name: str, sequence: int) -> Event:

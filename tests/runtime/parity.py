@@ -1,7 +1,6 @@
 """Running a `reference.Case` through rrfp_async, over random arrival orders, and comparing."""
 
 import copy
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rrfp_async as r
+from tests.logs import records
 from tests.runtime.reference import (
     Case,
     Gradients,
@@ -125,9 +125,8 @@ def order_of(folder: Path, rank: int) -> list[str]:
 
 
 def records_of(folder: Path, rank: int) -> list[dict[str, Any]]:
-    """The records in the log of `rank`."""
-    lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    """The dispatches in the log of `rank`."""
+    return records(folder, rank, "dispatch")
 
 
 def differences(

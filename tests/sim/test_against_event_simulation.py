@@ -12,6 +12,7 @@ from rrfp_async.cli import main
 from rrfp_async.config import Config
 from rrfp_async.sim.cluster import VirtualCluster
 from rrfp_async.sim.simulate import simulate
+from tests import logs
 from tests.sim.event_simulation import (
     Outcome,
     Tables,
@@ -63,10 +64,7 @@ class Case:
 
 def dispatched(folder: Path, stages: int) -> list[list[str]]:
     """What each rank's log says it dispatched."""
-    return [
-        [json.loads(line)["task"] for line in (folder / f"rank{s}.jsonl").read_text().splitlines()]
-        for s in range(stages)
-    ]
+    return [logs.dispatched(folder, stage) for stage in range(stages)]
 
 
 def simulated(tables: Tables, folder: Path, **settings: Any) -> Ours:

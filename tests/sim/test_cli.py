@@ -9,6 +9,7 @@ import pytest
 
 from rrfp_async.cli import main
 from rrfp_async.hints import FILES, HINTS
+from tests.logs import dispatched
 from tests.sim.event_simulation import gpipe
 from tests.sim.tables import drawn, even, written
 
@@ -159,11 +160,7 @@ def test_a_replay_of_a_simulation_is_that_simulation(commands: Commands, tmp_pat
     assert again["makespan_s"] == pytest.approx(first["makespan_s"], abs=1e-6)
     assert again["peak_in_flight"] == first["peak_in_flight"]
     for rank in range(4):
-        first_log, second_log = (
-            [json.loads(line)["task"] for line in (tmp_path / name / log).read_text().splitlines()]
-            for name, log in (("first", f"rank{rank}.jsonl"), ("again", f"rank{rank}.jsonl"))
-        )
-        assert first_log == second_log
+        assert dispatched(tmp_path / "first", rank) == dispatched(tmp_path / "again", rank)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import gc
-import json
 import random
 import time
 import warnings
@@ -22,6 +21,7 @@ from rrfp_async.sim.cluster import VirtualCluster
 from rrfp_async.sim.costs import draw_costs
 from rrfp_async.sim.simulate import Result, bound_s, simulate
 from rrfp_async.topology import Topology
+from tests import logs
 from tests.runtime.steps import run_steps, train
 from tests.sim.event_simulation import event_simulation
 from tests.sim.guarded import GuardedLoop, InterruptedLoop
@@ -41,8 +41,7 @@ def some(seed: int = 11, style: str = "random") -> dict[str, Any]:
 
 
 def records(folder: Path, rank: int) -> list[dict[str, Any]]:
-    lines = (folder / f"rank{rank}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return logs.records(folder, rank, "dispatch")
 
 
 def train_for_real(ranks: int, **options: Any) -> None:
@@ -96,7 +95,7 @@ def test_a_log_holds_what_a_real_run_logs(tmp_path: Path) -> None:
     order: dict[str, Any] = {"hint": "1f1b", "binding": True}
     train_for_real(3, trace_dir=tmp_path / "real", **order)
     result_of(even(3, 4), trace_dir=tmp_path / "virtual", **order)
-    timed = ("waited_s", "ready", "passed_over", "reason")
+    timed = ("time_s", "waited_s", "ready", "passed_over", "reason")
     for rank in range(3):
         real, virtual = (records(tmp_path / world, rank) for world in ("real", "virtual"))
         assert len(real) == len(virtual) == 8

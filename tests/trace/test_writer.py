@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ def record(step: int = 0, *, task: str | None = "2F5") -> DispatchRecord:
     """A record of one decision."""
     chosen = None if task is None else TaskId.parse(task)
     passed_over = (TaskId.parse("2B1"), TaskId.parse("2F0"))
-    return DispatchRecord(step, 2, Decision(chosen, 3, 4, passed_over, Reason.READY_FIRST), 0.25)
+    decision = Decision(chosen, 3, 4, passed_over, Reason.READY_FIRST)
+    return DispatchRecord(step, 2, decision, 0.25, 1.5)
 
 
 def lines_of(folder: Path, rank: int = 2) -> list[dict[str, Any]]:
@@ -54,6 +56,7 @@ def test_a_record_has_the_fields_of_the_schema(tmp_path: Path) -> None:
             "passed_over": ["2B1", "2F0"],
             "reason": "higher-ranked tasks were not ready or not admissible",
             "waited_s": 0.25,
+            "time_s": 1.5,
         }
     ]
 
@@ -99,28 +102,41 @@ def _close_twice(trace: JsonlTrace) -> None:
 
 
 class Disk:
-    """A file whose writes fail, or wait to be let go."""
+    """A file that takes so many bytes, and whose writes may wait to be let go.
 
-    def __init__(self, *, fails: bool = False, hangs: bool = False) -> None:
+    Attributes:
+        kept: What it took.
+    """
+
+    def __init__(
+        self, *, room_bytes: int = 1 << 30, hangs: bool = False, error: OSError | None = None
+    ) -> None:
         self.let_go = threading.Event()
         self.reached = threading.Event()
-        self._fails = fails
+        self.kept = b""
+        self.room_bytes = room_bytes
+        self._error = error or OSError(28, "No space left on device")
         if not hangs:
             self.let_go.set()
 
-    def write(self, _text: str) -> int:
+    def write(self, data: memoryview) -> int:
         self.reached.set()
         self.let_go.wait(10.0)
-        if self._fails:
-            raise OSError(28, "No space left on device")
-        return 0
+        taken = bytes(data[: self.room_bytes - len(self.kept)])
+        if not taken:
+            raise self._error
+        self.kept += taken
+        return len(taken)
 
-    def flush(self) -> None:
-        """Nothing is kept."""
+    def truncate(self, size: int) -> None:
+        self.kept = self.kept[:size]
+
+    def seek(self, place: int) -> None:
+        assert place == len(self.kept)
 
     def close(self) -> None:
-        if self._fails:
-            raise OSError(28, "No space left on device")
+        if not self.room_bytes:
+            raise self._error
 
 
 @pytest.fixture
@@ -134,32 +150,97 @@ def on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return open_on
 
 
-def test_a_failing_disk_never_raises_and_is_told_once(on_disk: Any) -> None:
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), BrokenPipeError(32, "Broken pipe")]
+)
+def test_a_failing_disk_never_raises_and_is_told_once(on_disk: Any, error: OSError) -> None:
     """Every record is lost and counted, one warning at close, none at the second close."""
-    trace = on_disk(Disk(fails=True))
+    trace = on_disk(Disk(room_bytes=0, error=error))
     for step in range(10):
         trace.write(record(step))
-    with pytest.warns(RuntimeWarning, match=r"the trace lost \d+ records") as told:
+    with pytest.warns(RuntimeWarning, match="the trace lost 10 records") as told:
         _close_twice(trace)
     assert len(told) == 1
-    assert trace.statistics()["written"] == 0
-    assert trace.statistics()["lost"] >= 10
+    assert trace.statistics() == {"written": 0, "pending": 0, "lost": 10}
 
 
-def test_a_full_queue_loses_records_and_counts_them(
+def test_a_disk_that_fills_up_keeps_whole_lines_only(on_disk: Any) -> None:
+    """What fits is written, the line that does not is cut off, and the rest is counted."""
+    disk = Disk(room_bytes=1040)
+    trace = on_disk(disk)
+    for step in range(10):
+        trace.write(record(step))
+    with pytest.warns(RuntimeWarning, match="the trace lost 6 records"):
+        trace.close()
+    assert trace.statistics() == {"written": 4, "pending": 0, "lost": 6}
+    *lines, last = [json.loads(line) for line in disk.kept.splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert last == {"event": "lost", "records": 6}
+
+
+def test_a_disk_that_has_room_again_goes_on_in_whole_lines(on_disk: Any) -> None:
+    """After a full disk was emptied later records follow the last whole one, no half one."""
+    disk = Disk(room_bytes=100)
+    trace = on_disk(disk)
+    trace.write(record(0))
+    trace.flush()
+    while trace.statistics()["pending"]:
+        time.sleep(0.001)
+    disk.room_bytes = 1 << 30
+    trace.write(record(1))
+    with pytest.warns(RuntimeWarning, match="lost 1 records"):
+        trace.close()
+    told = [json.loads(line) for line in disk.kept.splitlines()]
+    assert [line.get("step") for line in told] == [1, None]
+
+
+def test_what_is_flushed_is_written_without_waiting_for_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A failure's line is there though the trace, which gathers for a minute, is never closed."""
+    monkeypatch.setattr(writer, "_GATHER_S", 60.0)
+    trace = JsonlTrace(tmp_path, 2)
+    trace.write(record())
+    trace.flush()
+    with took() as flushing:
+        while not trace.statistics()["written"]:
+            time.sleep(0.001)
+    assert flushing.wall_s < 5.0
+    assert len(lines_of(tmp_path)) == 1
+    trace.close()
+
+
+def test_records_that_come_together_are_one_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand records are not a thousand calls of the system."""
+    disk = Disk()
+    monkeypatch.setattr(Path, "open", lambda *_args, **_kwargs: disk)
+    writes: list[int] = []
+    write = disk.write
+    monkeypatch.setattr(disk, "write", lambda data: writes.append(len(data)) or write(data))
+    with JsonlTrace(tmp_path, 2) as trace:
+        for step in range(1000):
+            trace.write(record(step))
+    assert len(disk.kept.splitlines()) == 1000
+    assert len(writes) < 10
+
+
+def test_a_full_buffer_loses_records_and_counts_them(
     on_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the disk hanging, records past the bound are lost at once; the caller never waits."""
-    monkeypatch.setattr(writer, "_QUEUE_MOST", 5)
+    monkeypatch.setattr(writer, "_BUFFER_MOST", 5)
     disk = Disk(hangs=True)
     trace = on_disk(disk)
     trace.write(record())
+    trace.flush()
     assert disk.reached.wait(2.0)
     with took() as dispatching:
         for step in range(20):
             trace.write(record(step))
     assert dispatching.own_s < 0.1
-    assert trace.statistics() == {"written": 0, "pending": 5, "lost": 15}
+    assert trace.statistics() == {"written": 0, "pending": 6, "lost": 15}
     disk.let_go.set()
     with pytest.warns(RuntimeWarning, match="lost 15 records"):
         trace.close()
@@ -185,19 +266,17 @@ def test_what_a_hanging_disk_never_wrote_is_counted_as_lost(
 def test_closing_on_a_hanging_disk_keeps_to_its_timeout(
     on_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With queue full and disk hanging, close() waits once its timeout, not twice."""
-    monkeypatch.setattr(writer, "_QUEUE_MOST", 1)
+    """close() waits its timeout, and counts what is in the buffer and in the thread's hands."""
     monkeypatch.setattr(writer, "_CLOSE_TIMEOUT_S", 0.4)
     disk = Disk(hangs=True)
     trace = on_disk(disk)
     trace.write(record())
+    trace.flush()
     assert disk.reached.wait(2.0)
     trace.write(record())
-    trace.write(record())  # lost, so that close() warns
-    with took() as closing, pytest.warns(RuntimeWarning, match="lost"):
+    with took() as closing, pytest.warns(RuntimeWarning, match="lost 2 records"):
         trace.close()
     disk.let_go.set()
-    trace._queue.put(None, timeout=2.0)  # close() could not
     assert closing.own_s < 0.6
 
 

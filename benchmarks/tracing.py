@@ -1,0 +1,163 @@
+"""What the log costs: steps with and without one in turn, and what is left where there is none.
+
+    python benchmarks/tracing.py             # starts its own ranks with torchrun
+    python benchmarks/tracing.py --json      # one JSON object
+
+Every rank has two Runtimes on one world, one with `trace_dir`, and runs a step of one and a step of
+the other in turn, each between barriers. Stages sleep 1 ms a task, so every dispatch, hand-off and
+arrival counts. `on / off` is the median over the pairs. `disabled`: all that a task calls of a
+recorder that keeps nothing, in microseconds.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import timeit
+from contextlib import AsyncExitStack
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from options import count
+from rich.console import Console
+from rich.table import Table
+from sleeping import SleepingStage
+
+import rrfp_async
+from rrfp_async.arbiter import Decision, Reason
+from rrfp_async.ids import Edge, TaskId
+from rrfp_async.trace.recorder import Recorder
+from rrfp_async.trace.records import Direction
+
+TASK_S = 0.001
+WIDTH, ROWS = 16, 2
+CALLS = 200_000
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean squared error."""
+    return torch.nn.functional.mse_loss(output, target)
+
+
+def disabled_us() -> float:
+    """Microseconds that a task's calls take where nothing is kept: idle, dispatch, run, arrive."""
+    recorder, task, edge = Recorder(), TaskId.parse("1F7"), Edge(0, 1)
+    decision = Decision(task, None, 1, (), Reason.FIRST)
+
+    def call() -> None:
+        recorder.idles(decision, 1.0)
+        recorder.idle_until(2.0)
+        recorder.dispatched(decision, 1.0)
+        recorder.ran(task, 1.0, 2.0)
+        recorder.transferred(task, edge, Direction.SEND, 2, (), begun_s=1.0)
+        recorder.transferred(task, edge, Direction.RECEIVE, 0, (), begun_s=1.0)
+
+    return 1e6 * min(timeit.repeat(call, number=CALLS, repeat=5)) / CALLS
+
+
+async def pairs_ms(
+    world: rrfp_async.World, microbatches: int, steps: int, folder: str
+) -> list[tuple[float, float]]:
+    """Milliseconds of a step with the log and of the one beside it without; the first left out."""
+    module = SleepingStage(WIDTH, TASK_S, TASK_S)
+    batch = torch.zeros(ROWS * microbatches, WIDTH)
+    pairs = []
+    async with AsyncExitStack() as resources:
+        runtimes = []
+        for trace_dir in (folder, None):
+            config = rrfp_async.Config(microbatches=microbatches, hint="bf", trace_dir=trace_dir)
+            runtime = rrfp_async.Runtime(module, world=world, config=config, loss_fn=loss_fn)
+            runtimes.append(await resources.enter_async_context(runtime))
+        for number in range(steps + 1):
+            took = [0.0, 0.0]
+            for which in (0, 1) if number % 2 else (1, 0):  # neither is always the first
+                dist.barrier()
+                begun = time.perf_counter()
+                await runtimes[which].train_step(batch, target=batch)
+                dist.barrier()
+                took[which] = 1e3 * (time.perf_counter() - begun)
+            pairs.append((took[0], took[1]))
+    return pairs[1:]
+
+
+def lines_per_task(folder: str, microbatches: int) -> float:
+    """How many lines rank 0 wrote for each task."""
+    lines = (Path(folder) / "rank0.jsonl").read_text().splitlines()
+    steps = sum('"step_end"' in line for line in lines)
+    return len(lines) / (2 * microbatches * steps)
+
+
+def summary(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """Medians of both, and of the ratios."""
+    on, off = zip(*pairs, strict=True)
+    ratios = sorted(one / other for one, other in pairs)
+    return {
+        "on_ms": statistics.median(on),
+        "off_ms": statistics.median(off),
+        "on_over_off": statistics.median(ratios),
+        "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "pairs": len(pairs),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """The numbers as a table."""
+    title = f"P={result['ranks']}, M={result['microbatches']}, tasks of {1e3 * TASK_S:g} ms"
+    table = Table("off, ms", "on, ms", "on / off", "quartiles", "lines a task", title=title)
+    low, high = result["quartiles"]
+    numbers = [f"{result[name]:.2f}" for name in ("off_ms", "on_ms")]
+    ratio, spread = f"{result['on_over_off']:.4f}", f"{low:.3f} to {high:.3f}"
+    table.add_row(*numbers, ratio, spread, f"{result['lines_per_task']:.1f}")
+    console = Console()
+    console.print(table)
+    console.print(f"disabled: {result['disabled_us']:.2f} µs a task")
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    """Be one rank of the launch."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    world = rrfp_async.torchrun_world()
+    with tempfile.TemporaryDirectory() as folder:
+        pairs = rrfp_async.run(pairs_ms(world, options.microbatches, options.steps, folder))
+        dist.barrier()
+        if world.rank == 0:
+            result = {
+                "ranks": world.topology.world_size,
+                "microbatches": options.microbatches,
+                **summary(pairs),
+                "lines_per_task": lines_per_task(folder, options.microbatches),
+                "disabled_us": disabled_us(),
+                "torch": torch.__version__,
+                "date": date.today().isoformat(),
+            }
+            print(json.dumps(result)) if options.json else show(result)
+    world.close()
+    dist.destroy_process_group()
+
+
+def main() -> int:
+    """Start the ranks, or be one."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=count, default=4)
+    parser.add_argument("--microbatches", type=count, default=16)
+    parser.add_argument("--steps", type=count, default=100)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        run_rank(options)
+        return 0
+    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    command = [*launcher, "--nproc-per-node", str(options.ranks), *sys.argv]
+    return subprocess.call(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
