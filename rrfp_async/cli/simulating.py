@@ -1,11 +1,8 @@
-"""The command line: what can be seen and tried without a training run.
-
-It reads options and prints; what it shows is computed elsewhere.
-"""
+"""`simulate`: what can be tried without a training run."""
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,9 +12,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from rrfp_async.cli.telling import print_error
 from rrfp_async.config import Config
-from rrfp_async.errors import RrfpError
-from rrfp_async.hints import AUTO, FILES, HINTS
+from rrfp_async.hints import AUTO
 from rrfp_async.sim.costs import JITTERS, PROFILES, Costs, draw_costs, read_costs
 from rrfp_async.sim.paper import count_simulations, paper_grid
 from rrfp_async.sim.simulate import Result, simulate
@@ -25,34 +22,7 @@ from rrfp_async.topology import Topology
 
 _SHOWN_TASKS_LEAST = 20_000
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Readiness-first pipeline-parallel training: hints, and the virtual cluster.",
-)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status: 2 for bad input, 1 for a failed run."""
-    try:
-        app(None if arguments is None else list(arguments))
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else 0
-    except (ValueError, OSError) as error:
-        return _tell(error, 2)
-    except RrfpError as error:
-        return _tell(error, 1)
-    return 0
-
-
-@app.command("hints")
-def list_hints() -> None:
-    """List the hint orders, one line each."""
-    for name, hint in HINTS.items():
-        typer.echo(f"{name:<16}{hint.summary}")
-    for form, (summary, _) in FILES.items():
-        typer.echo(f"{form:<16}{summary}")
+app = typer.Typer()
 
 
 _Stages = Annotated[
@@ -167,7 +137,7 @@ def _check_size(name: str, given: int | None, found: int) -> None:
 def _warn_of_ignored(options: Mapping[str, object]) -> None:
     given = ", ".join(f"--{name}" for name, value in options.items() if value is not None)
     if given:
-        _print_error(f"warning: --costs says it all, so {given} has no effect: leave it out")
+        print_error(f"warning: --costs says it all, so {given} has no effect: leave it out")
 
 
 def _limit(word: str) -> int | Literal["auto"]:
@@ -201,12 +171,3 @@ def _show(result: Result) -> None:
     for stage, (compute_s, blocking_s, peak) in enumerate(rows):
         table.add_row(str(stage), f"{compute_s:.4f}", f"{blocking_s:.4f}", str(peak))
     console.print(table)
-
-
-def _tell(error: BaseException, status: int) -> int:
-    _print_error(f"error: {error}")
-    return status
-
-
-def _print_error(text: str) -> None:
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)

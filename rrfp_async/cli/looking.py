@@ -1,0 +1,157 @@
+"""`report`, `timeline`, `explain`, `compare` and `export`: what a run has recorded."""
+
+import dataclasses
+import enum
+import json
+from importlib import import_module
+from io import StringIO
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rrfp_async.cli.telling import print_error
+from rrfp_async.ids import Edge, TaskId
+from rrfp_async.inspection.boxes import picture
+from rrfp_async.inspection.compare import compare
+from rrfp_async.inspection.explain import explain
+from rrfp_async.inspection.perfetto import chrome_trace
+from rrfp_async.inspection.reading import read_run
+from rrfp_async.inspection.report import report
+from rrfp_async.inspection.run import Run
+from rrfp_async.inspection.tables import show_comparison, show_report
+
+_WIDTH = 140
+
+_DRAWN_BY = {
+    ".png": ("rrfp_async.inspection.image", "draw_image"),
+    ".svg": ("rrfp_async.inspection.image", "draw_image"),
+    ".html": ("rrfp_async.inspection.page", "write_page"),
+}
+
+app = typer.Typer()
+
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="What a run got as trace_dir.")]
+_Step = Annotated[int | None, typer.Option(help="One step only, by its number.")]
+_DrawnStep = Annotated[
+    int | None, typer.Option(help="Its number; default the last that every rank ended.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.command("report")
+def run_report(
+    folder: _Folder,
+    *,
+    step: _Step = None,
+    as_json: _Json = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page there instead.")] = None,
+) -> None:
+    """Where each rank's time went, what idled and why, slow edges and tasks."""
+    run = _read(folder)
+    found = report(run, step=step)
+    if as_json:
+        parts = {part.name: getattr(found, part.name) for part in dataclasses.fields(found)}
+        typer.echo(json.dumps({**parts, "problems": run.problems}, default=_plain))
+    if html is not None:
+        console = Console(record=True, width=_WIDTH, file=StringIO())
+        for problem in run.problems:
+            console.print(f"note: {problem}", markup=False)
+        show_report(console, run, found)
+        html.write_text(console.export_html(), encoding="utf-8")
+    if html is None and not as_json:
+        show_report(_console(), run, found)
+
+
+@app.command("timeline")
+def draw_timeline(
+    folder: _Folder,
+    *,
+    out: Annotated[Path, typer.Option(help="The file: .png, .svg or .html.")],
+    step: _DrawnStep = None,
+) -> None:
+    """Draw a step: ranks down, time across; the page has zoom, and a reason for every box."""
+    if out.suffix not in _DRAWN_BY:
+        raise ValueError(f"--out {out} must end in one of {', '.join(_DRAWN_BY)}")
+    shown = picture(_read(folder), step)
+    module, name = _DRAWN_BY[out.suffix]
+    try:
+        draw = getattr(import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"--out {out} needs {error.name}: pip install 'rrfp-async[pictures]'"
+        ) from error
+    draw(shown, out)
+
+
+@app.command("explain")
+def tell_story(
+    folder: _Folder,
+    *,
+    rank: Annotated[int | None, typer.Option(help="Whose moment, or whose task.")] = None,
+    at: Annotated[
+        float | None, typer.Option(help="A moment, in seconds since the first step began.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="A task, such as 2F5.")] = None,
+    step: _DrawnStep = None,
+) -> None:
+    """Why a rank waited or a task ran when it did; unasked, the failure or the longest wait."""
+    which = None if task is None else TaskId.parse(task)
+    story = explain(_read(folder), rank=rank, at_s=at, task=which, step=step)
+    for line in story.lines:
+        typer.echo(line)
+
+
+@app.command("compare")
+def compare_runs(
+    first: Annotated[Path, typer.Argument(metavar="DIR_A", help="One trace_dir.")],
+    second: Annotated[Path, typer.Argument(metavar="DIR_B", help="Another.")],
+    *,
+    as_json: _Json = False,
+) -> None:
+    """Two runs beside each other: medians over their steps, the largest changes first."""
+    runs = _read(first), _read(second)
+    found = compare(*runs)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found)))
+    else:
+        show_comparison(_console(), *runs, found)
+
+
+@app.command("export")
+def export_run(
+    folder: _Folder,
+    *,
+    perfetto: Annotated[Path, typer.Option(help="The file, for https://ui.perfetto.dev.")],
+) -> None:
+    """Write the run as a Chrome trace, with arrows from senders to receivers."""
+    trace = chrome_trace(_read(folder))
+    perfetto.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def _read(folder: Path) -> Run:
+    """The run; what could not be read is told on stderr."""
+    run = read_run(folder)
+    for problem in run.problems:
+        print_error(f"note: {problem}")
+    return run
+
+
+def _console() -> Console:
+    """As wide as the terminal; into a file or pipe, wide enough for the tables."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def _plain(value: object) -> Any:
+    """JSON of what a report holds."""
+    if isinstance(value, TaskId):
+        return str(value)
+    if isinstance(value, Edge):
+        return [value.source, value.target]
+    if isinstance(value, enum.Enum):
+        return value.value
+    assert dataclasses.is_dataclass(value), value  # nothing else is in a report
+    assert not isinstance(value, type)
+    return {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}

@@ -1,0 +1,1 @@
+"""Readers, pictures and explanations, on traces of pipelines with planted faults."""
