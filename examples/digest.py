@@ -5,6 +5,7 @@ import hashlib
 from collections.abc import Iterable, Mapping
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 
 def gradient_digests(module: nn.Module) -> dict[str, str]:
@@ -25,7 +26,10 @@ def _digest(name: str, parameter: nn.Parameter) -> str:
     if parameter.grad is None:
         digest.update(b"no gradient")
         return digest.hexdigest()
-    gradient = parameter.grad.detach().cpu().contiguous()
+    gradient = parameter.grad.detach()
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()  # this rank's shard
+    gradient = gradient.cpu().contiguous()
     digest.update(f"{gradient.dtype} {tuple(gradient.shape)}".encode())
     digest.update(ctypes.string_at(gradient.data_ptr(), gradient.nbytes))
     return digest.hexdigest()

@@ -44,16 +44,17 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.out = nn.Linear(config.width, config.width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Attend to this and earlier positions."""
-        batch, seq, width = hidden.shape
-        by_head = self.qkv(hidden).view(batch, seq, 3, self.heads, width // self.heads)
+        batch, seq, _ = hidden.shape
+        by_head = self.qkv(hidden).view(batch, seq, 3, self.heads, self.head_width)
         q, k, v = by_head.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(mixed.transpose(1, 2).reshape(batch, seq, width))
+        return self.out(mixed.transpose(1, 2).reshape(batch, seq, self.heads * self.head_width))
 
 
 class Block(nn.Module):

@@ -8,7 +8,7 @@ split, what a module computes, or when the optimizer steps.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from functools import partial
 import torch
 
 from rrfp_async.arbiter import Arbiter
+from rrfp_async.averaging import Averaging
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header, Message, StepBegin
 from rrfp_async.clocks import SAME_CLOCK
@@ -24,7 +25,7 @@ from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, Transfer
 from rrfp_async.executor import Executor
 from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.hints import make_order
-from rrfp_async.ids import Link, TaskKind, TensorSpec
+from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
 from rrfp_async.limits import make_limit
 from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
@@ -106,6 +107,13 @@ class Dispatcher:
             export=wires.transfer.export,
             send=partial(self._outbox.put, at_once=True),
         )
+        self._averaging = Averaging(
+            stages,
+            wires.replicas,
+            tied=self._reduction.tasks(),
+            number=len(topology.tied_parameters),
+            device=world.device,
+        )
         self._executor = Executor(
             world=world,
             wires=wires,
@@ -117,7 +125,7 @@ class Dispatcher:
             session=session,
             journal=self._journal,
             recorder=recorder,
-            reduction=self._reduction,
+            reduce=self._reduce,
             wake=self._wake,
             ahead=config.activation_budget_bytes is None,
         )
@@ -226,9 +234,13 @@ class Dispatcher:
     def _check_sizes(self, own: tuple[int, ...] | None, sizes: tuple[int, ...]) -> None:
         if own is not None and own != sizes:
             raise ValueError(
-                f"rank {self._world.rank} was given microbatches of {list(own)} samples, rank 0 of "
-                f"{list(sizes)}: give as many on every rank that takes inputs"
+                f"rank {self._world.rank}{self._replica()} was given microbatches of {list(own)} "
+                f"samples, rank 0 of {list(sizes)}: give as many on every rank that takes inputs"
             )
+
+    def _replica(self) -> str:
+        world = self._world
+        return f" (replica {world.place.dp})" if world.topology.dp > 1 else ""
 
     def _begin(
         self,
@@ -242,8 +254,9 @@ class Dispatcher:
             inputs = stage_inputs(stage, request, batch, arguments, begin)
             stage.begin_step(replace(inputs, keep_outputs=True) if self._keep_outputs else inputs)
         split = [stage.index for stage in self._stages.values() if stage.splits]
-        reduced = self._reduction.tasks() if request.update else {}
+        reduced: dict[TaskId, Sequence[int | TaskId]] = {}
         if request.update:
+            reduced = {**self._reduction.tasks(), **self._averaging.tasks()}
             self._reduction.begin_step()
         tasks = self._ready_set.begin_step(
             len(begin.sizes), backward=request.training, split=split, reduced=reduced
@@ -253,6 +266,15 @@ class Dispatcher:
         held, self._held = self._held, deque()
         for source, header in held:
             self._handle(source, header)
+
+    async def _reduce(self, task: TaskId) -> None:
+        """Run a reduction; where one breaks, let the bus speak first, as for a transfer."""
+        averages = task in self._averaging.tasks()
+        try:
+            await (self._averaging if averages else self._reduction).run(task)
+        except TransferError:
+            await asyncio.sleep(_EXPLAIN_S)
+            raise
 
     async def _losses(self) -> tuple[list[float], float | None]:
         """The last stage's losses, read where their tensors are; nothing on other ranks."""

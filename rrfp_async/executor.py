@@ -10,7 +10,7 @@ It does not know where arrivals come from, how a step begins or ends, or what a 
 """
 
 import asyncio
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,7 +23,6 @@ from rrfp_async.gpu.ambient import Ambient
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.outbox import Outbox
 from rrfp_async.ready_set import ReadySet
-from rrfp_async.reduction import Reduction
 from rrfp_async.session import Session
 from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext, TaskCoroutine
 from rrfp_async.tasks.stage import Stage
@@ -56,7 +55,7 @@ class Executor:
         session: Session,
         journal: Journal,
         recorder: Recorder,
-        reduction: Reduction,
+        reduce: Callable[[TaskId], Awaitable[None]],
         wake: asyncio.Event,
         ahead: bool,
     ) -> None:
@@ -75,7 +74,7 @@ class Executor:
         self._session = session
         self._journal = journal
         self._recorder = recorder
-        self._reduction = reduction
+        self._reduce_gradients = reduce
         self._wake = wake
         self._ahead = ahead and self._device.takes_back
         self._given: dict[TaskId, TaskCoroutine] = {}
@@ -249,9 +248,16 @@ class Executor:
         """Let the arbiter choose among what is ready; a reduction starts at once, beside that."""
         for task in ready:
             if task.kind is TaskKind.R:
-                self._beside.create_task(self._reduce(task))
+                self._begin_reduction(task)
             else:
                 self._arbiter.add((task,))
+
+    def _begin_reduction(self, task: TaskId) -> None:
+        reduction = self._reduce(task)
+        try:
+            self._beside.create_task(reduction)
+        except RuntimeError:  # the group is being wound up: something has failed
+            reduction.close()
 
     async def _reduce(self, task: TaskId) -> None:
         with self._failing_the_step():
@@ -259,7 +265,7 @@ class Executor:
             self._recorder.dispatched(decision, 0.0)
             self._journal.note("dispatched", task)
             try:
-                await self._reduction.run(task)
+                await self._reduce_gradients(task)
             except Exception as error:
                 raise self._task_failed(error, task) from error
             self._journal.note("completed", task)

@@ -80,6 +80,11 @@ def rank_at(topology: Topology, place: Coordinates) -> int:
     return (place.pp * topology.dp + place.dp) * topology.tp + place.tp
 
 
+def counted_ranks(topology: Topology) -> frozenset[int]:
+    """One rank for each place in the pipeline: what is equal on its copies counts once."""
+    return frozenset(rank_at(topology, Coordinates(pp, 0, 0)) for pp in range(topology.pp))
+
+
 def tp_group(topology: Topology, rank: int) -> tuple[int, ...]:
     """The ranks that compute the stages of `rank` together, itself among them; the first leads."""
     here = coordinates(topology, rank)

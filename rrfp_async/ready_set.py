@@ -34,7 +34,7 @@ Need = Activation | Gradient | TaskId
 """What a task can wait for: an arrival, or a task of the same rank."""
 
 
-_NOT_REDUCED: Mapping[TaskId, Sequence[int]] = MappingProxyType({})
+_NOT_REDUCED: Mapping[TaskId, Sequence[int | TaskId]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ReadySet:
         *,
         backward: bool,
         split: Collection[int] = (),
-        reduced: Mapping[TaskId, Sequence[int]] = _NOT_REDUCED,
+        reduced: Mapping[TaskId, Sequence[int | TaskId]] = _NOT_REDUCED,
     ) -> tuple[TaskId, ...]:
         """Set up a step of `microbatches` forwards, and as many backwards if `backward`.
 
@@ -79,7 +79,8 @@ class ReadySet:
             microbatches: Of the step.
             backward: Whether it trains.
             split: The stages that have two tasks, I and W, for each backward.
-            reduced: Reductions at its end, each with the stages whose gradients must be complete.
+            reduced: Reductions at its end, each with what it needs: stages, whose gradients must
+                be complete, and other reductions.
 
         Returns:
             Every task of the step on this rank. The ones with no needs are ready: ask `ready_now`.
@@ -94,6 +95,7 @@ class ReadySet:
             needs = self._needs(microbatches, backward=backward, split=split)
             for task, stages in reduced.items():
                 needs[task] = {last for last in needs if _accumulates(last, stages, split)}
+                needs[task] |= {before for before in stages if isinstance(before, TaskId)}
             self._plan = _Plan(key, needs, _inverted(needs))
         self._missing = {task: set(needs) for task, needs in self._plan.needs.items()}
         self._waiting = dict(self._plan.waiting)
@@ -227,7 +229,7 @@ class ReadySet:
         return ready
 
 
-def _accumulates(task: TaskId, stages: Collection[int], split: Collection[int]) -> bool:
+def _accumulates(task: TaskId, stages: Collection[int | TaskId], split: Collection[int]) -> bool:
     """Whether `task` adds to the gradients of one of `stages`."""
     kind = TaskKind.W if task.stage in split else TaskKind.B
     return task.kind is kind and task.stage in stages

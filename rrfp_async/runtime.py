@@ -23,6 +23,7 @@ from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
 from rrfp_async.errors import StateError
 from rrfp_async.feed import Feed
+from rrfp_async.grid import counted_ranks
 from rrfp_async.result import StepResult, result_of
 from rrfp_async.session import Session
 from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages, build_update
@@ -104,7 +105,9 @@ class Runtime:
             split=config.splits,
             insist=config.insists_on_split,
             count_bytes=config.activation_budget_bytes is not None,
-            make_streams=partial(Streams, world.generators, world.device.torch_device, 0),
+            make_streams=partial(
+                Streams, world.generators, world.device.torch_device, 0, replica=world.place.dp
+            ),
         )
         config.check_order(world.topology)
         self.optimizer = build_optimizer(optimizer, self.parameters(), world.rank)
@@ -178,7 +181,7 @@ class Runtime:
             clock=self._world.clock,
             stall_timeout_s=self._config.stall_timeout_s,
             begins_together=self._world.begins_together,
-            judge=verdict,
+            judge=partial(verdict, counted=counted_ranks(self._world.topology)),
         )
         self._resources.callback(self._session.say_farewell)
         self._recorder = open_recorder(self._world.whose(self._config))
@@ -206,6 +209,8 @@ class Runtime:
     async def close(self) -> None:
         """Tell the other ranks, close the connections and the trace. Twice is harmless."""
         self._closed = True
+        if self._failure is not None and self._world.end_collectives is not None:
+            await surely(self._world.end_collectives)
         await self._resources.aclose()
 
     async def train_step(

@@ -24,10 +24,12 @@ from rrfp_async.closing import surely
 from rrfp_async.config import Config
 from rrfp_async.gpu.completion import WaitingThread
 from rrfp_async.gpu.device import make_device
+from rrfp_async.gpu.group_replicas import GroupReplicas, open_replicas
 from rrfp_async.gpu.group_transfer import GroupTransfer
 from rrfp_async.gpu.links import Communicator, open_links
-from rrfp_async.grid import Column
+from rrfp_async.grid import Column, dp_group
 from rrfp_async.ids import Link
+from rrfp_async.mesh import StuckCollectives, device_mesh
 from rrfp_async.topology import Topology
 from rrfp_async.world import Connecting, Wires, World
 
@@ -132,8 +134,23 @@ def torchrun_world(topology: Topology | None = None, *, device: str = "cpu") -> 
         _prepare_cuda(os.environ)
     place = make_device(device, launch.local_rank, time.perf_counter)
     store, _, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_STORE_TIMEOUT_S))))
-    wiring = _Wiring(launch, topology, store, place.torch_device)
-    return World(launch.rank, topology, place, time.perf_counter, wiring.connect, store)
+    try:
+        wiring = _Wiring(launch, topology, store, place.torch_device)
+        mesh = wiring.mesh()
+    except BaseException:
+        place.close()
+        raise
+    stuck = None if mesh is None else StuckCollectives(mesh, place)
+    return World(
+        launch.rank,
+        topology,
+        place,
+        time.perf_counter,
+        wiring.connect,
+        store,
+        mesh,
+        None if stuck is None else stuck.end,
+    )
 
 
 def _prepare_cuda(environment: MutableMapping[str, str]) -> None:
@@ -181,6 +198,15 @@ class _Wiring:
         self._keys = f"rrfp/{launch.restart}/{_worlds_before(launch, store)}"
         self._opened = 0
 
+    def mesh(self) -> Any:
+        """All ranks as torch's DeviceMesh; None where neither replicas nor TP need it."""
+        topology = self._topology
+        if topology.dp * topology.tp == 1:
+            return None
+        store = c10d.PrefixStore(f"{self._keys}/mesh", self._store)
+        rank, host = self._launch.rank, self._host
+        return device_mesh(topology, rank=rank, store=store, host=host, device=self._device)
+
     def connect(self, config: Config) -> Connecting:
         """The wires of the next Runtime of this process."""
         number = self._opened
@@ -199,26 +225,39 @@ class _Wiring:
         opening = ZeroMqOpening(place, directory, peer_timeout_s=timeout_s)
         bus = await resources.enter_async_context(opening)
         async with directory.sharing_faults():
-            groups = await directory.unless_fault(self._connect_links(store, timeout_s))
+            groups, replicas = await directory.unless_fault(self._connect(store, timeout_s))
         transfer = GroupTransfer(
             groups, rank=launch.rank, device=self._device, clock=time.perf_counter
         )
         resources.push_async_callback(surely, transfer.close)
-        return Wires(bus, transfer, store)
+        if replicas is not None:
+            resources.push_async_callback(surely, replicas.close)
+        return Wires(bus, transfer, store, replicas)
 
-    async def _connect_links(self, store: Any, timeout_s: float) -> dict[Link, Communicator]:
+    async def _connect(
+        self, store: Any, timeout_s: float
+    ) -> tuple[dict[Link, Communicator], GroupReplicas | None]:
         """Connect on a thread that an exit does not wait for: gloo blocks until the peers come."""
         thread = WaitingThread(time.perf_counter, name="rrfp-connect")
-        links = partial(
-            open_links,
-            Column.of(self._topology, self._launch.rank).links(),
-            rank=self._launch.rank,
-            store=store,
-            host=self._host,
-            device=self._device,
-            timeout_s=timeout_s + _AFTER_THE_BUS_S,
-        )
         try:
-            return (await thread.submit(links)).value
+            return (await thread.submit(partial(self._open_groups, store, timeout_s))).value
         finally:
             thread.close()
+
+    def _open_groups(
+        self, store: Any, timeout_s: float
+    ) -> tuple[dict[Link, Communicator], GroupReplicas | None]:
+        """First every link, then the replicas: in one order on all ranks."""
+        topology, rank = self._topology, self._launch.rank
+        common: dict[str, Any] = {
+            "rank": rank,
+            "store": store,
+            "host": self._host,
+            "device": self._device,
+            "timeout_s": timeout_s + _AFTER_THE_BUS_S,
+        }
+        links = open_links(Column.of(topology, rank).links(), **common)
+        if topology.dp == 1:
+            return links, None
+        group = dp_group(topology, rank)
+        return links, open_replicas(group, clock=time.perf_counter, **common)

@@ -24,8 +24,10 @@ from rrfp_async.gpu.completion import Clock
 from rrfp_async.gpu.delays import DelayedDevice, DelayedTransfer, Delays
 from rrfp_async.gpu.device import Device, make_device
 from rrfp_async.gpu.loopback import LoopbackFabric
+from rrfp_async.gpu.loopback_replicas import ReplicaFabric
+from rrfp_async.gpu.replicas import Replicas
 from rrfp_async.gpu.transfer import Transfer
-from rrfp_async.grid import Column, Coordinates, coordinates
+from rrfp_async.grid import Column, Coordinates, coordinates, dp_group
 from rrfp_async.tasks.generators import Generators, shared_generators
 from rrfp_async.topology import Topology
 from rrfp_async.trace.recorder import Whose
@@ -38,6 +40,7 @@ class Wires:
     Attributes:
         bus: For messages.
         transfer: For tensors.
+        replicas: For collectives among the replicas of the rank; None without any.
         store: A `torch.distributed.Store` of this Runtime's ranks alone; None where time is
             virtual. Checkpoints need it.
     """
@@ -45,6 +48,7 @@ class Wires:
     bus: Bus
     transfer: Transfer
     store: Any = None
+    replicas: Replicas | None = None
 
 
 class Connecting:
@@ -89,6 +93,10 @@ class World:
         connect: Opens the wires of this rank's next Runtime, given its config. The n-th Runtimes
             of all ranks share theirs, so each rank must build its Runtimes in the same order.
         store: A `torch.distributed.Store` that all ranks reach, or None in one process.
+        mesh: torch's `DeviceMesh` of the dimensions ("pp", "dp", "tp"), for `parallelize_module`
+            and ZeroRedundancyOptimizer; None in one process, and where dp = tp = 1.
+        end_collectives: Ends what a task of a failed step still waits for in the mesh's groups;
+            blocks for a moment. None without a mesh.
         settle: On a virtual clock, waits until all that happens at this instant has happened; a
             choice is made only then. None where time is real.
         generators: torch's, as this process shares them.
@@ -103,6 +111,8 @@ class World:
     clock: Clock
     connect: Connect
     store: Any = None
+    mesh: Any = None
+    end_collectives: Callable[[], None] | None = None
     settle: Callable[[], Awaitable[None]] | None = None
     generators: Generators = field(default_factory=partial(Generators, shared=False))
     begins_together: bool = False
@@ -139,13 +149,28 @@ class World:
         self.device.close()
 
 
-class _LocalWiring:
-    """The hubs and fabrics of one process: one pair per Runtime number, made when first used."""
+def _hash_store() -> Any:
+    return dist.HashStore()  # type: ignore[attr-defined] # torch's stubs leave it out
 
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._opened = [0] * world_size
-        self._pairs: dict[int, tuple[InprocHub, LoopbackFabric, Any]] = {}
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What the n-th Runtimes of all ranks of a process share."""
+
+    hub: InprocHub
+    fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
+    replicas: ReplicaFabric = field(default_factory=ReplicaFabric)
+    store: Any = field(default_factory=_hash_store)
+
+
+class _LocalWiring:
+    """The hubs and fabrics of one process: one of each per Runtime number, made when first used."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self._world_size = topology.world_size
+        self._opened = [0] * topology.world_size
+        self._shared: dict[int, _Shared] = {}
         self._ends_closed: Counter[int] = Counter()
         self._open: set[Bus] = set()
         self._closed = False
@@ -159,15 +184,18 @@ class _LocalWiring:
             raise StateError("this local_world has been left: enter a new one")
         number = self._opened[rank]
         self._opened[rank] += 1
-        if number not in self._pairs:
-            hub = InprocHub(self._world_size)
-            store = dist.HashStore()  # type: ignore[attr-defined] # torch's stubs leave it out
-            self._pairs[number] = (hub, LoopbackFabric(), store)
-        hub, fabric, store = self._pairs[number]
-        bus = hub.open(rank)
+        if number not in self._shared:
+            self._shared[number] = _Shared(InprocHub(self._world_size))
+        shared = self._shared[number]
+        bus = shared.hub.open(rank)
         self._open.add(bus)
         resources.callback(self._end, number, bus)
-        return Wires(bus, fabric.open(device), store)
+        replicas: Replicas | None = None
+        if self._topology.dp > 1:
+            group = dp_group(self._topology, rank)
+            replicas = shared.replicas.open(group, rank, device, time.perf_counter)
+            resources.callback(replicas.close)
+        return Wires(bus, shared.fabric.open(device), shared.store, replicas)
 
     def _end(self, number: int, bus: Bus) -> None:
         """Close one end; after the last one of a Runtime, forget its hub and fabric."""
@@ -175,7 +203,7 @@ class _LocalWiring:
         bus.close()
         self._ends_closed[number] += 1
         if self._ends_closed[number] == self._world_size:
-            del self._pairs[number], self._ends_closed[number]
+            del self._shared[number], self._ends_closed[number]
 
     def close(self) -> None:
         """Close what is open: a rank that still waits for a message gets an error instead."""
@@ -207,7 +235,7 @@ async def local_world(
         raise ValueError(
             f"topology has {topology.world_size} ranks, n={n} were asked for: make them equal"
         )
-    wiring = _LocalWiring(n)
+    wiring = _LocalWiring(topology)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     devices = [
         make_device(device, rank % max(gpus, 1), time.perf_counter, name=f"rrfp-compute-{rank}")

@@ -1,7 +1,7 @@
 """Saving and loading, from one rank's side: all ranks call it, and it succeeds on all or on none.
 
-The order of things. It does not know what state looks like, on disk or in a module, nor how ranks
-reach one another.
+The first replica writes what all of them hold, and every rank loads. The order of things: it does
+not know what state looks like, on disk or in a module, nor how ranks reach one another.
 """
 
 import asyncio
@@ -22,6 +22,8 @@ from rrfp_async.checkpoint.part import Part, check_plain
 from rrfp_async.checkpoint.whole import Card, Whole, check_fits, put_together
 from rrfp_async.errors import StateError
 from rrfp_async.gpu.completion import WaitingThread
+from rrfp_async.grid import counted_ranks
+from rrfp_async.topology import Topology
 from rrfp_async.world import World
 
 T = TypeVar("T")
@@ -67,7 +69,9 @@ class Checkpointer:
     ) -> None:
         self._part = part
         self._world = world
-        self._stages = world.topology.stages_of(world.place.pp)
+        self._writers = counted_ranks(world.topology)
+        writes = world.rank in self._writers
+        self._written = world.topology.stages_of(world.place.pp) if writes else ()
         self._store = store
         self._within = {"come_within_s": come_within_s, "silent_within_s": silent_within_s}
         tied = world.topology.tied_parameters
@@ -164,14 +168,15 @@ class Checkpointer:
         part = self._part
         card = Card(call, part.held(), part.optimized(), [*extra], uuid.uuid4().hex)
         words = await meeting.gather("held", card.word())
-        return put_together([Card.parse(word) for word in words], tied=self._tied)
+        cards = [Card.parse(word) for word in words]
+        return put_together(cards, tied=self._tied, writers=self._writers)
 
     async def _state(
         self, whole: Whole, run: Mapping[str, Any], extra: Mapping[str, Any]
     ) -> dict[str, Any]:
         """What this rank writes, once all that was launched on the device is done."""
         rank = self._world.rank
-        left_out = whole.left_out(self._stages)
+        left_out = whole.left_out(self._written)
         state = await self._on_device(partial(self._part.state, leave_out=left_out))
         mine = {key: extra[key] for key, writer in whole.writer_of.items() if writer == rank}
         state |= {_EXTRA + key: value for key, value in mine.items()}
@@ -190,6 +195,7 @@ class Checkpointer:
                 "this world has no store over which ranks could agree on a checkpoint: use "
                 "local_world or torchrun_world"
             )
+        _check_whole(self._world.topology, self._part)
         meeting = Meeting(
             call,
             c10d.PrefixStore(f"checkpoint/{self._meetings}", self._store),
@@ -207,6 +213,20 @@ class Checkpointer:
     def _thread(self) -> WaitingThread:
         """For what blocks on files; one a call, since an exit does not wait for it."""
         return WaitingThread(self._world.clock, name="rrfp-checkpoint")
+
+
+def _check_whole(topology: Topology, part: Part) -> None:
+    """Refuse state that is in shards on several ranks."""
+    if topology.tp > 1:
+        raise StateError(
+            f"with tp={topology.tp} parameters are in shards on several ranks, which save() and "
+            f"load() do not put together yet: use torch.distributed.checkpoint on the stages"
+        )
+    if part.optimizer_is_sharded:
+        raise StateError(
+            "ZeroRedundancyOptimizer keeps its state in shards on several ranks, which save() and "
+            "load() do not put together yet: use a plain optimizer where checkpoints are needed"
+        )
 
 
 def _folder(path: str | PathLike[str]) -> Path:

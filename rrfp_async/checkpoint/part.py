@@ -107,6 +107,11 @@ class Part:
         """Every parameter and persistent buffer, lowest stage first."""
         return [Held(name, stage, kind_of(value)) for stage, _, name, value in self._model()]
 
+    @property
+    def optimizer_is_sharded(self) -> bool:
+        """Whether other ranks hold some of its state, as with ZeroRedundancyOptimizer."""
+        return hasattr(self._optimizer, "consolidate_state_dict")
+
     def optimized(self) -> list[str]:
         """The names of the optimizer's parameters."""
         return [name for _, names in self._groups()[1] for name in names.values()]

@@ -64,12 +64,15 @@ class Whole:
         return {held.name for held in self.held.values() if held.stage not in stages}
 
 
-def put_together(cards: list[Card], *, tied: Collection[str]) -> Whole:
+def put_together(
+    cards: list[Card], *, tied: Collection[str], writers: Collection[int] | None = None
+) -> Whole:
     """The whole, from every rank's card in rank order.
 
     Args:
         cards: One for each rank.
         tied: Names that several stages may hold, with equal values.
+        writers: The ranks of the replica that writes; the others hold copies. By default all.
 
     Raises:
         ValueError: If ranks called different things, or two stages hold the same name.
@@ -81,16 +84,17 @@ def put_together(cards: list[Card], *, tied: Collection[str]) -> Whole:
                 f"rank, with the same path"
             )
     whole: dict[str, Held] = {}
-    for held in sorted((h for card in cards for h in card.held), key=lambda held: held.stage):
+    counted = [card for rank, card in enumerate(cards) if writers is None or rank in writers]
+    for held in sorted((h for card in counted for h in card.held), key=lambda held: held.stage):
         first = whole.setdefault(held.name, held)
         if first is not held:
             _check_twice(first, held, tied)
-    writers: dict[str, int] = {}
+    writer_of: dict[str, int] = {}
     for rank, card in enumerate(cards):
         for key in card.extra:
-            writers.setdefault(key, rank)
+            writer_of.setdefault(key, rank)
     optimized = frozenset(name for card in cards for name in card.optimized)
-    return Whole(whole, optimized, writers, cards[0].save_id)
+    return Whole(whole, optimized, writer_of, cards[0].save_id)
 
 
 def _check_twice(first: Held, second: Held, tied: Collection[str]) -> None:

@@ -52,6 +52,11 @@ class Device(ABC):
         """Whether a task may be given while another runs, and taken back until it has begun."""
         return False
 
+    @property
+    def busy(self) -> bool:
+        """Whether a function runs there now, awaited or not, as far as is known."""
+        return False
+
     def withdraw(self, task: TaskId) -> bool:  # noqa: ARG002 - takes nothing back
         """Take back `task`, which was given last, unless it has begun.
 
@@ -92,6 +97,11 @@ class CpuDevice(Device):
         """
         _refuse_closed(self._thread)
         return await self._thread.submit(function)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the thread runs something."""
+        return self._thread.running
 
     def lane(self) -> "Device":
         """The same thread, on which one Runtime's tasks follow one another without the loop."""
@@ -201,6 +211,11 @@ class CudaDevice(Device):
         if task is not None:
             return Computed(value, launched.started_s, launched.finished_s, finish)
         return Computed(value, launched.started_s, await finish)
+
+    @property
+    def busy(self) -> bool:
+        """Whether one of the threads runs something."""
+        return self._launcher.running or self._waiter.running
 
     def follow_caller(self) -> None:
         """Let the device's stream wait for the caller's current one."""

@@ -54,7 +54,9 @@ class Phase(enum.IntEnum):
     EVALUATION = 2
 
 
-def stream_seed(seed: int, step: int, stage: int, microbatch: int, phase: Phase) -> int:
+def stream_seed(
+    seed: int, step: int, stage: int, microbatch: int, phase: Phase, *, replica: int = 0
+) -> int:
     """The 64-bit seed of a stream: a hash of its coordinates under a fixed highest byte.
 
     torch's CPU generator uses the lower 32 bits of a seed only, CUDA's all of them.
@@ -65,16 +67,19 @@ def stream_seed(seed: int, step: int, stage: int, microbatch: int, phase: Phase)
         stage: Its global index.
         microbatch: From 0.
         phase: Which of the microbatch's streams.
+        replica: The dp rank: replicas see other samples, and draw other numbers.
 
     Raises:
         ValueError: If a number is no int of its range.
     """
     try:
         packed = struct.pack(">QQQQB", _checked_seed(seed), step, stage, microbatch, phase)
+        if replica:
+            packed += struct.pack(">Q", replica)
     except struct.error as error:
         raise ValueError(
-            f"step={step!r}, stage={stage!r}, microbatch={microbatch!r} name no random stream: "
-            f"give ints of 0 to 2**64 - 1"
+            f"replica={replica!r}, step={step!r}, stage={stage!r}, microbatch={microbatch!r} name "
+            f"no random stream: give ints of 0 to 2**64 - 1"
         ) from error
     digest = hashlib.blake2b(packed, digest_size=7, person=b"rrfp_async").digest()
     return _MARK | int.from_bytes(digest)
@@ -112,6 +117,7 @@ def rng_stream(
     *,
     phase: Phase = Phase.FORWARD,
     device: torch.device | str = _CPU,
+    replica: int = 0,
 ) -> Iterator[None]:
     """What is drawn inside is what a pipeline's stage draws: for a reference run.
 
@@ -127,12 +133,13 @@ def rng_stream(
         microbatch: From 0.
         phase: Which of the microbatch's streams.
         device: Where the stage computes: the generators of the CPU and of that GPU are seeded.
+        replica: The dp rank.
 
     Raises:
         ValueError: If a number is no int of its range, or the device is not known.
     """
     generators = default_generators(torch.device(device))
-    with _seeded(generators, stream_seed(seed, step, stage, microbatch, phase)):
+    with _seeded(generators, stream_seed(seed, step, stage, microbatch, phase, replica=replica)):
         yield
 
 
@@ -267,15 +274,25 @@ class Streams:
         device: Where the stage computes.
         seed: Equal on all ranks for numbers that do not depend on where stages are.
         stage: The stage's global index.
+        replica: The dp rank; ranks that compute a stage together draw the same.
 
     Raises:
         ValueError: If the seed or the device is not one; see `stream_seed`, `default_generators`.
     """
 
-    def __init__(self, generators: Generators, device: torch.device, seed: int, stage: int) -> None:
+    def __init__(
+        self,
+        generators: Generators,
+        device: torch.device,
+        seed: int,
+        stage: int,
+        *,
+        replica: int = 0,
+    ) -> None:
         self._generators = generators
         self._seed = _checked_seed(seed)
         self._stage = stage
+        self._replica = replica
         self._own = default_generators(device)
         self._drew: dict[Phase, bool] = {}  # whether it was ever seen to draw, once it is known
         self._begun: tuple[Phase, int] | None = None
@@ -322,7 +339,8 @@ class Streams:
     @contextmanager
     def _stream(self, step: int, microbatch: int, phase: Phase) -> Iterator[None]:
         """Alone, in the stream; and see whether anything is drawn, while that matters."""
-        seed = stream_seed(self._seed, step, self._stage, microbatch, phase)
+        numbers = (self._seed, step, self._stage, microbatch)
+        seed = stream_seed(*numbers, phase, replica=self._replica)
         with self._generators.alone(), _seeded(self._own, seed):
             if not self._generators.shared or self._drew.get(phase):
                 yield

@@ -10,7 +10,7 @@ them exactly. Summed up in the order of stages and parameters, they give what
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import groupby
 from typing import Any, cast
 
@@ -30,11 +30,19 @@ _NOT_OURS = (
 )
 
 
-def verdict(reports: Mapping[int, GradientReport], *, device: torch.device = _CPU) -> Verdict:
+def verdict(
+    reports: Mapping[int, GradientReport],
+    *,
+    counted: Collection[int] | None = None,
+    device: torch.device = _CPU,
+) -> Verdict:
     """Judge a step by the reports of all ranks.
 
     Args:
-        reports: Every rank's report; a stage appears in one of them.
+        reports: Every rank's report.
+        counted: The ranks whose norms are summed up, so that a stage appears in one of them; the
+            others hold copies of their gradients, or shards of what they report in full. By
+            default all.
         device: Where the norms are summed up. What is summed on another device than the
             unpartitioned model's may differ from it in the last bit.
 
@@ -45,7 +53,8 @@ def verdict(reports: Mapping[int, GradientReport], *, device: torch.device = _CP
     finite = all(report.finite for report in reports.values())
     if any(report.norms is None for report in reports.values()):
         return Verdict(None, None, finite)
-    norms = [run for report in reports.values() for run in report.norms or ()]
+    those = reports if counted is None else counted
+    norms = [run for rank in those for run in reports[rank].norms or ()]
     norms.sort(key=lambda run: run[0])  # by stage; stable, so parameters keep their order
     stand_ins = [
         norm
@@ -176,7 +185,11 @@ class Update:
         if self._max_grad_norm is None or verdict.grad_norm is None or verdict.dtype is None:
             return
         total = torch.tensor(verdict.grad_norm, dtype=_dtype(verdict.dtype), device=self._device)
-        clip_grads_with_norm_(self._parameters, self._max_grad_norm, total)
+        plain = [each for each in self._parameters if not hasattr(each, "to_local")]
+        clip_grads_with_norm_(plain, self._max_grad_norm, total)
+        shards = [each for each in self._parameters if hasattr(each, "to_local")]
+        if shards:  # DTensors: torch takes no plain norm for many of them at once
+            clip_grads_with_norm_(shards, self._max_grad_norm, total, foreach=False)
 
     def _move_scale(self, *, finite: bool) -> None:
         """Let the scale grow or back off by what all ranks found."""

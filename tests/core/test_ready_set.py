@@ -182,3 +182,22 @@ def test_what_a_task_misses_is_a_copy() -> None:
     assert ready_set.missing(task("1F0")) == {Activation(Edge(0, 1), 0)}
     assert isinstance(ready_set.missing(task("1F0")), frozenset)
     assert ready_set.missing(task("0F0")) == frozenset()
+
+
+def test_a_reduction_waits_for_its_stages_gradients_and_for_other_reductions() -> None:
+    """On a rank with two stages: the higher's, a tied one that concerns both, the lower's."""
+    ready_set = ReadySet(Topology(1, chunks=2), 0, deterministic=True)
+    high, low, tied = task("1R1"), task("0R1"), task("0R0")
+    reduced = {tied: (0, 1), high: (1, tied), low: (0, tied, high)}
+    ready_set.begin_step(1, backward=True, reduced=reduced)
+    ready_set.completed(task("0F0"))
+    ready_set.activation_arrived(Edge(0, 1), 0)
+    ready_set.completed(task("1F0"))
+    assert ready_set.completed(task("1B0")) == []
+    assert ready_set.missing(high) == {tied}
+    ready_set.gradient_arrived(Edge(0, 1), 0)
+    assert ready_set.completed(task("0B0")) == [tied]
+    assert ready_set.completed(tied) == [high]
+    assert ready_set.completed(high) == [low]
+    ready_set.completed(low)
+    assert ready_set.remaining == 0

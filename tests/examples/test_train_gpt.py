@@ -123,7 +123,8 @@ def test_the_command_ends_with_one_json_object_and_a_falling_loss() -> None:
     command = [sys.executable, str(EXAMPLE), "--ranks", "2", *words()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     result = json.loads(done.stdout.splitlines()[-1])
-    assert set(result) == {"losses", "step_s", "ranks", "engine", "hint", "grad_sha256"}
+    keys = {"losses", "step_s", "ranks", "dp", "tp", "engine", "hint"}
+    assert set(result) == keys | {"grad_sha256", "replica_grad_sha256"}
     assert (result["ranks"], result["engine"], result["hint"]) == (2, "rrfp_async", "auto")
     assert len(result["losses"]) == len(result["step_s"]) == 5
     assert result["losses"][-1] < result["losses"][0]

@@ -38,6 +38,7 @@ class Plan:
         config: Settings beyond the microbatches, as `Config` takes them.
         config_of: Settings that differ, by rank (as a word).
         stages: Stages of the topology; 0 for one a rank.
+        dp: Replicas; with several, give `stages`.
         steps: Steps to take.
         microbatches: Parts of a batch.
         width: Features of every tensor.
@@ -51,6 +52,7 @@ class Plan:
     config: dict[str, Any] = field(default_factory=dict)
     config_of: dict[str, dict[str, Any]] = field(default_factory=dict)
     stages: int = 0
+    dp: int = 1
     steps: int = 3
     microbatches: int = 4
     width: int = 8

@@ -51,6 +51,18 @@ def test_two_hosts_train_to_the_bits_of_the_unpartitioned_model(
     assert hosts.left() == []
 
 
+def test_replicas_on_two_hosts_average_over_the_cable(hosts: Hosts) -> None:
+    """Four replicas, two on each host, with ZeRO-1 over torch's own groups: equal to the bit.
+
+    gloo's own choice of an interface is one that the other host does not reach.
+    """
+    hosts.torchrun("static", EXAMPLE, *WORDS, "--dp", "4", "--batch", "32", "--zero1")
+    assert hosts.wait(within_s=UP_WITHIN_S + ENDS_WITHIN_S) == [0, 0], hosts.story()
+    digests = hosts.result()["replica_grad_sha256"]
+    assert digests == digests[:1] * 4
+    assert hosts.left() == []
+
+
 @pytest.mark.parametrize("rendezvous", RENDEZVOUS)
 def test_a_rank_killed_on_the_far_host_is_named_on_both(hosts: Hosts, rendezvous: str) -> None:
     """SIGKILL mid-training: all three survivors end in time and name the rank, torchrun fails."""

@@ -41,9 +41,9 @@ class _BackwardFails(torch.autograd.Function):
 class Block(nn.Module):
     """A stage: (samples, width) and the microbatch's number per sample in and, but last, out."""
 
-    def __init__(self, plan: Plan, rank: int, *, last: bool) -> None:
+    def __init__(self, plan: Plan, rank: int, stage: int, *, last: bool) -> None:
         super().__init__()
-        torch.manual_seed(rank)
+        torch.manual_seed(stage)
         self.linear = nn.Linear(plan.width, plan.width)
         self.step = 0
         self._plan = plan
@@ -90,8 +90,8 @@ class Life:
         self.world = world
         self.number = number
         self.rank = world.rank
-        ranks = world.topology.world_size
-        self.stage = Block(plan, self.rank, last=self.rank == ranks - 1)
+        stage = world.place.pp
+        self.stage = Block(plan, self.rank, stage, last=stage == world.topology.last_stage)
         settings = {"microbatches": plan.microbatches, **plan.config}
         config = r.Config(**settings, **plan.config_of.get(str(self.rank), {}))
         self.runtime = r.Runtime(
@@ -193,7 +193,7 @@ class Life:
 
 
 async def _run(plans: list[Plan], *, at_once: bool) -> bool:
-    topology = r.Topology(plans[0].stages) if plans[0].stages else None
+    topology = r.Topology(plans[0].stages, dp=plans[0].dp) if plans[0].stages else None
     try:
         world = r.torchrun_world(topology)
         lives = [Life(plan, world, number) for number, plan in enumerate(plans)]

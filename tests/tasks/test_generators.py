@@ -37,6 +37,16 @@ def test_streams_differ_in_every_coordinate_and_repeat_for_equal_ones() -> None:
     assert first[0] == first[-1]
 
 
+def test_replicas_draw_other_numbers_and_the_first_draws_what_a_single_one_does() -> None:
+    """What was drawn without replicas stays what it was."""
+    seen = []
+    for options in ({}, {"replica": 0}, {"replica": 1}, {"replica": 2}):
+        with rng_stream(SEED, 0, 1, 2, **options):
+            seen.append(tuple(drawn()))
+    assert seen[0] == seen[1]
+    assert len(set(seen)) == 3
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_stage_draws_what_rng_stream_draws(shared: bool) -> None:
     """A reference run finds the same numbers, in each phase, whether threads share or not."""

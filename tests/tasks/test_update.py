@@ -241,6 +241,18 @@ def test_a_dtype_that_torch_has_not_is_refused() -> None:
             verdict({0: GradientReport(((0, name, (1.0,)),), True, None)})
 
 
+def test_copies_do_not_count_for_the_norm_and_do_for_what_is_finite() -> None:
+    """Of four ranks in two replicas the first one's norms are summed up."""
+    reports = {
+        rank: GradientReport(((rank // 2, "float32", (3.0 + rank // 2,)),), rank != 3, None)
+        for rank in range(4)
+    }
+    assert verdict(reports, counted={0, 2}) == Verdict(5.0, "float32", False)
+    reports[3] = GradientReport(reports[3].norms, True, None)
+    assert verdict(reports, counted={0, 2}) == Verdict(5.0, "float32", True)
+    assert verdict(reports).grad_norm == pytest.approx(math.sqrt(50.0))
+
+
 @pytest.mark.parametrize("value", [8.0, math.inf])
 def test_a_scaler_that_two_ranks_share_is_found_out(value: float) -> None:
     """It would move twice a step, or not know of the second rank's."""

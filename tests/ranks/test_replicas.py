@@ -1,0 +1,156 @@
+"""Replicas and ranks that share a stage, on real ranks: HAZARDS 17, ZeRO-1, and what goes wrong."""
+
+import json
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks.conftest import Launch
+from tests.ranks.hosts import run_here
+from tests.ranks.launching import Job
+from tests.ranks.plan import Fault, Plan
+from tests.ranks.test_bits import WORDS, reference
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(240)]
+
+WORKER = Path(__file__).with_name("worker_mesh.py")
+IN_ONE_ORDER = ("--hint", "1f1b", "--binding")
+"""For ranks that share a stage and do not agree on what to run."""
+ENDS_WITHIN_S = 200.0
+WITHIN_FP32 = 1e-5
+PEER_TIMEOUT_S = 3.0
+GRACE_S = 5.0
+
+
+@cache
+def run(ranks: int, *words: str) -> dict[str, Any]:
+    """What the example came to, without times and settings."""
+    result = run_here(ranks, *WORDS, *words, timeout_s=ENDS_WITHIN_S)
+    return {name: result[name] for name in ("losses", "replica_grad_sha256")}
+
+
+def assert_trains_as_the_reference(result: dict[str, Any], replicas: int) -> None:
+    """The unpartitioned model's losses, but for the order of sums; replicas equal to the bit."""
+    assert result["losses"] == pytest.approx(reference()["losses"], abs=WITHIN_FP32)
+    assert len(result["replica_grad_sha256"]) == replicas
+    assert len(set(result["replica_grad_sha256"])) == 1
+
+
+@pytest.mark.parametrize("order", ["auto", "bfw", "bf --chunks 2"])
+def test_two_replicas_of_two_stages_train_as_one_model_in_any_order(order: str) -> None:
+    """PP2 x DP2: replicas equal to the bit, and so are runs whose delays differ."""
+    runs = [run(4, "--dp", "2", "--hint", *order.split(), "--delay-seed", s) for s in "12"]
+    assert_trains_as_the_reference(runs[0], 2)
+    assert runs[0] == runs[1]
+
+
+def test_three_replicas_of_one_stage_average_alike() -> None:
+    """A ring of three: every rank gets the same bits."""
+    digests = run(3, "--dp", "3", "--batch", "24")["replica_grad_sha256"]
+    assert digests == digests[:1] * 3
+
+
+@pytest.mark.parametrize(("dp", "ranks"), [(1, 4), (2, 8)])
+def test_ranks_that_share_a_stage_train_as_one_model(dp: int, ranks: int) -> None:
+    """PP2 x TP2, PP2 x TP2 x DP2; runs whose delays differ are equal to the bit."""
+    grid = ("--tp", "2", "--dp", str(dp), *IN_ONE_ORDER)
+    runs = [run(ranks, *grid, "--delay-seed", seed) for seed in "12"]
+    assert_trains_as_the_reference(runs[0], dp)
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zero1_trains_to_the_bits_of_the_plain_optimizer(ranks: int) -> None:
+    """ZeroRedundancyOptimizer over the mesh's dp group: five steps of AdamW, PP1 and PP2."""
+    assert run(ranks, "--dp", "2", "--zero1") == run(ranks, "--dp", "2")
+
+
+@pytest.mark.parametrize("made_before", ["", "made-before"])
+def test_the_mesh_has_the_grids_coordinates_and_its_groups_work(
+    launch: Launch, made_before: str
+) -> None:
+    """Over a default process group of the program's own, or over ours; each rank has its groups."""
+    words = ("2,2,2", made_before) if made_before else ("2,2,2",)
+    job = launch(8, script=WORKER, words=words)
+    assert job.wait(within_s=120) == [0], job.story()
+    for rank in range(8):
+        told = job.event(rank, "mesh")
+        pp, dp, tp = rank // 4, rank // 2 % 2, rank % 2
+        assert told["names"] == ["pp", "dp", "tp"]
+        assert told["place"] == [pp, dp, tp]
+        assert told["sums"] == [
+            2 * (rank - 4 * pp) + 4,
+            2 * (rank - 2 * dp) + 2,
+            2 * (rank - tp) + 1,
+        ]
+    job.assert_orderly()
+
+
+def test_a_plain_pipeline_makes_no_mesh_and_no_default_process_group(launch: Launch) -> None:
+    """Nothing of torch.distributed's global state is touched."""
+    job = launch(2, script=WORKER, words=("2,1,1",))
+    assert job.wait() == [0], job.story()
+    for rank in range(2):
+        assert job.event(rank, "mesh") | {"names": None, "initialized": False} == job.event(
+            rank, "mesh"
+        )
+
+
+@pytest.mark.parametrize(("grid", "ranks"), [("2,2,1", 4), ("2,1,2", 4), ("1,2,2", 4)])
+def test_one_norm_over_pipeline_replicas_and_shards(launch: Launch, grid: str, ranks: int) -> None:
+    """Clipped as `clip_grad_norm_` clips the whole model: norms and losses of three steps."""
+    job = launch(ranks, script=WORKER, words=(grid, "clip"))
+    assert job.wait(within_s=120) == [0], job.story()
+    told = [job.event(rank, "clipped") for rank in range(ranks)]
+    assert len({json.dumps([each["norms"], each["losses"]]) for each in told}) == 1
+    assert told[0]["norms"] == pytest.approx(told[0]["reference_norms"], rel=WITHIN_FP32)
+    assert told[0]["losses"] == pytest.approx(told[0]["reference_losses"], abs=WITHIN_FP32)
+    job.assert_orderly()
+
+
+def test_a_backward_that_fails_frees_the_replica_that_waits_for_it(launch: Launch) -> None:
+    """Every rank is told the cause; the process ends in order though gloo has no abort."""
+    job = launch(4, Plan(stages=2, dp=2, fault=Fault(rank=1, where="backward"), then="again"))
+    job.wait()
+    for failure in job.failures().values():
+        assert failure["failed"]["rank"] == 1
+        assert failure["failed"]["cause"] == "Boom: told backward"
+    assert [job.event(rank, "refused")["number"] for rank in range(4)] == [0] * 4
+    job.assert_nothing_left(within_s=PEER_TIMEOUT_S + GRACE_S)
+    job.assert_orderly()
+
+
+@pytest.mark.parametrize(("grid", "ranks"), [("2,1,2", 4), ("1,2,2", 4)])
+def test_a_failure_on_a_rank_that_shares_a_stage_is_told_to_all(
+    launch: Launch, grid: str, ranks: int
+) -> None:
+    """Its peer sits in a collective of torch's that nobody will join; it ends in order too."""
+    job = launch(ranks, script=WORKER, words=(grid, "boom"))
+    assert job.wait() == [0], job.story()
+    for failure in job.failures().values():
+        assert failure["failed"]["rank"] == ranks - 1
+        assert failure["failed"]["cause"] == "RuntimeError: told boom"
+    job.assert_nothing_left(within_s=GRACE_S)
+    job.assert_orderly()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
+def test_a_replica_that_dies_while_another_waits_for_it_is_named(
+    launch: Launch, number: signal.Signals
+) -> None:
+    """It hangs in a forward, so the other is in its reduction; then it is struck."""
+    fault = Fault(rank=1, where="hang")
+    config = {"peer_timeout_s": PEER_TIMEOUT_S}
+    job: Job = launch(2, Plan(stages=1, dp=2, fault=fault, config=config))
+    job.wait_for(1, "hang")
+    job.pids()
+    struck = job.signal(1, number)
+    ended = job.wait_ended([0], within_s=30)
+    assert ended[0] - struck < PEER_TIMEOUT_S + GRACE_S
+    assert job.event(0, "failed")["failed"]["rank"] == 1
+    job.assert_nothing_left()
+    assert job.wait() == [1]
+    job.assert_orderly()
