@@ -251,9 +251,17 @@ class Executor:
         """Let the arbiter choose among what is ready; a reduction starts at once, beside that."""
         for task in ready:
             if task.kind is TaskKind.R:
-                self._beside.create_task(self._reduce(task))
+                self._begin_reduction(task)
             else:
                 self._arbiter.add((task,))
+
+    def _begin_reduction(self, task: TaskId) -> None:
+        reduction = self._reduce(task)
+        try:
+            self._beside.create_task(reduction)
+        except RuntimeError:  # the step is being wound up
+            reduction.close()
+            raise
 
     async def _reduce(self, task: TaskId) -> None:
         with self._failing_the_step():
