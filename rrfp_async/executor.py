@@ -256,8 +256,9 @@ class Executor:
         reduction = self._reduce(task)
         try:
             self._beside.create_task(reduction)
-        except RuntimeError:  # the group is being wound up: something has failed
+        except RuntimeError:  # the step is being wound up
             reduction.close()
+            raise
 
     async def _reduce(self, task: TaskId) -> None:
         with self._failing_the_step():

@@ -387,9 +387,7 @@ class Runtime:
                 f"no further steps: build a new one on every rank"
             ) from self._failure
         if self._busy:
-            raise StateError(
-                "a step, save or load is running on this Runtime: await it before the next"
-            )
+            raise StateError("a step, save or load is running on this Runtime: await it first")
         shared = self._world.begins_together and self._world.topology.world_size > 1
         if shared and torch.is_autocast_enabled(self._world.device.torch_device.type):
             raise StateError(

@@ -15,7 +15,7 @@ ALL_TIMEOUT_S = 1800
 
 settings.register_profile(
     "sample",
-    max_examples=100,
+    max_examples=60,
     deadline=None,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],

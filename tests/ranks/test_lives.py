@@ -32,7 +32,7 @@ def assert_all_finished(job: Job, runtimes: int = 1, *, attempt: int = 0) -> Non
     ("where", "step"),
     [
         pytest.param("late_start", 0, marks=pytest.mark.slow),
-        pytest.param("late_step", 0),
+        pytest.param("late_step", 0, marks=pytest.mark.slow),
         pytest.param("late_step", 1, marks=pytest.mark.slow),
     ],
 )
@@ -60,6 +60,7 @@ def test_rank_zero_may_be_the_late_one(launch: Launch) -> None:
     assert_all_finished(job, 2)
 
 
+@pytest.mark.slow
 def test_processes_that_return_without_closing_or_close_twice_end_soon(launch: Launch) -> None:
     """All ranks close the first Runtime twice and leave the second as it is; status 0."""
     job = launch(2, Plan(then="twice"), Plan(then="leave"))

@@ -49,7 +49,7 @@ async def test_two_steps_at_once_on_one_runtime_are_refused() -> None:
     async def call(runtime: r.Runtime) -> Any:
         running = asyncio.create_task(runtime.train_step(whole(), target=whole()))
         await asyncio.sleep(0)
-        with pytest.raises(r.StateError, match="await it before the next"):
+        with pytest.raises(r.StateError, match="await it first"):
             await runtime.train_step(whole(), target=whole())
         await running
         return await runtime.train_step(whole(), target=whole())

@@ -363,7 +363,7 @@ async def test_a_save_or_load_during_a_step_or_after_close_is_refused(
         async with build(world, stages, sgd) as runtime:
             running = asyncio.create_task(step(runtime))
             await asyncio.sleep(0)
-            with pytest.raises(r.StateError, match="await it before"):
+            with pytest.raises(r.StateError, match="await it first"):
                 await call(tmp_path / "saved")(runtime)
             await running
             running = asyncio.create_task(runtime.save(tmp_path / "saved"))

@@ -16,6 +16,7 @@ from torch import nn
 import rrfp_async as r
 from rrfp_async.arbiter import Arbiter, Decision, Reason
 from rrfp_async.ids import Link
+from rrfp_async.tasks.generators import Generators
 from tests.runtime.conftest import Made
 from tests.runtime.parity import (
     Run,
@@ -62,6 +63,8 @@ class Scene:
 
     def _wrap(self, world: r.World) -> r.World:
         world = gated(world, self.gate, self._late)
+        # A task here waits for other ranks' tasks, which what holds torch's generators never does.
+        world = replace(world, generators=Generators(shared=False))
         return with_watched_device(world, self.told) if world.rank == self._rank else world
 
     async def play(self, script: Callable[[], Coroutine[Any, Any, None]]) -> Run:
