@@ -12,6 +12,9 @@ from rrfp_async.hints.recorded import ReplayedSchedule
 from rrfp_async.limits import FixedLimit
 from rrfp_async.topology import Topology
 
+TP_PROTOCOLS = ("leader", "allgather")
+"""How ranks that compute a stage together can agree."""
+
 _PORT_MOST = 65_535
 
 
@@ -44,6 +47,9 @@ class Config:
         seed: Of all that stages draw, dropout for one, an int of 0 to 2**64 - 1: masks depend on
             it, the training step, the stage and the microbatch only. None takes the first rank's
             `torch.initial_seed()` as it is when its Runtime is built.
+        tp_protocol: How the ranks that compute a stage together agree on every task, where a
+            topology has `tp` above 1. `"leader"`: one decides, ahead of time. `"allgather"`: all
+            propose and try again until they are of one mind, the RRFP paper's way, to compare.
         trace_dir: Folder for the dispatch log `rank{r}.jsonl`, or None for no log.
 
     Raises:
@@ -61,6 +67,7 @@ class Config:
     stall_timeout_s: float = 120.0
     port: int = 0
     seed: int | None = None
+    tp_protocol: Literal["leader", "allgather"] = "leader"
     trace_dir: str | Path | None = None
     order: HintOrder | Schedule = field(init=False, repr=False, compare=False)
 
@@ -79,6 +86,10 @@ class Config:
             raise ValueError(f"port={self.port!r} must be an int of 0 to {_PORT_MOST}: 0 is any")
         if self.seed is not None and (type(self.seed) is not int or not 0 <= self.seed < 2**64):
             raise ValueError(f"seed={self.seed!r} must be an int of 0 to 2**64 - 1, or None")
+        if self.tp_protocol not in TP_PROTOCOLS:
+            raise ValueError(
+                f"tp_protocol={self.tp_protocol!r} must be one of {', '.join(TP_PROTOCOLS)}"
+            )
         if self.trace_dir is not None and not isinstance(self.trace_dir, str | Path):
             raise ValueError(f"trace_dir={self.trace_dir!r} must be a path or None")
         object.__setattr__(self, "order", resolve_hint(self.hint))
@@ -153,6 +164,7 @@ class Config:
             ("microbatches", str(self.microbatches)),
             ("deterministic", str(self.deterministic)),
             ("seed", str(self.seed)),
+            ("tp_protocol", self.tp_protocol),
             ("peer_timeout_s", str(self.peer_timeout_s)),
             ("stall_timeout_s", str(self.stall_timeout_s)),
         )

@@ -26,12 +26,15 @@ from rrfp_async.bus.messages import (
     RankDone,
     StepBegin,
     StepEnd,
+    TpArrival,
+    TpDecision,
+    TpProposal,
     Verdict,
 )
 from rrfp_async.errors import CodecError
 from rrfp_async.ids import Edge, Layout, Link, Plain, TaskId, TaskKind, TensorSpec
 
-VERSION = 4
+VERSION = 5
 """Version of the wire format; frames of another are refused."""
 
 FRAME_MOST_BYTES = 1 << 20
@@ -208,6 +211,9 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
         Farewell: {"steps": _count},
         ClockAsk: {"number": _count},
         ClockTold: {"number": _count, "time_s": _float},
+        TpArrival: {"step": _count, "edge": _edge, "task": _task, "time_s": _float},
+        TpDecision: {"step": _count, "number": _count, "task": _task, "ready_s": _float},
+        TpProposal: {"step": _count, "round": _count, "task": _task, "ready_s": _float},
     }
 )
 _NUMBER_OF: Mapping[type[Message], int] = MappingProxyType(

@@ -176,6 +176,58 @@ class ClockTold:
 
 
 @dataclass(frozen=True, slots=True)
+class TpArrival:
+    """A rank of a tensor-parallel group tells its leader what has come to it.
+
+    Attributes:
+        step: The step.
+        edge: The stage edge that it came along, or as a gradient against.
+        task: The task that made it: a forward, or B or I.
+        time_s: When, in seconds on the first rank's clock.
+    """
+
+    step: int
+    edge: Edge
+    task: TaskId
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TpDecision:
+    """A leader tells its group the next task.
+
+    Attributes:
+        step: The step.
+        number: Of the decision within the step, from 0.
+        task: What every rank of the group runs next.
+        ready_s: When the last rank had what it needs from other ranks, in seconds on the first
+            rank's clock; 0.0 if it needs nothing from them.
+    """
+
+    step: int
+    number: int
+    task: TaskId
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TpProposal:
+    """Where there is no leader, a rank tells its group what it would run next.
+
+    Attributes:
+        step: The step.
+        round: All that are made in one are compared; from 0.
+        task: Its choice.
+        ready_s: When it had what that needs from other ranks, as in `TpDecision`.
+    """
+
+    step: int
+    round: int
+    task: TaskId
+    ready_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """The connection to a rank is gone. Made by the bus itself, never sent."""
 
@@ -193,8 +245,14 @@ Message = (
     | Farewell
     | ClockAsk
     | ClockTold
+    | TpArrival
+    | TpDecision
+    | TpProposal
     | PeerLost
 )
+
+AgreementMessage = TpArrival | TpDecision | TpProposal
+"""What only the ranks of one tensor-parallel group say to one another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,9 @@ from rrfp_async.bus.messages import (
     RankDone,
     StepBegin,
     StepEnd,
+    TpArrival,
+    TpDecision,
+    TpProposal,
     Verdict,
 )
 from rrfp_async.ids import Edge, Layout, Link, TaskId, TaskKind, TensorSpec
@@ -68,5 +71,8 @@ messages = st.one_of(
     st.builds(Farewell, counts),
     st.builds(ClockAsk, counts),
     st.builds(ClockTold, counts, floats),
+    st.builds(TpArrival, counts, st.builds(Edge, counts, counts), tasks, floats),
+    st.builds(TpDecision, counts, counts, tasks, floats),
+    st.builds(TpProposal, counts, counts, tasks, floats),
 )
 envelopes = st.builds(Envelope, counts, counts, messages)
