@@ -69,13 +69,17 @@ def microbatches_of(run: Run, rank: int, kind: str) -> list[int]:
 async def assert_split_parity(
     case: Case, folder: Path, seeds: range, *, whole: tuple[int, ...] = (), **more: Any
 ) -> list[Run]:
-    """Parity over all seeds; every rank ran I and W, those in `whole` B."""
+    """Parity over all seeds; every rank ran I and W, those in `whole` B, if it was not void."""
     case = replace(case, options={**case.options, **more.pop("options")})
     runs = await assert_parity(case, folder, seeds=seeds, orders_differ=False, **more)
     trained = any(step.training for step in case.steps)
     for run in runs:
         for rank, kinds in enumerate(kinds_of(run)):
-            assert not trained or kinds == (WHOLE if rank in whole else SPLIT), f"rank {rank}"
+            expected = WHOLE if rank in whole else SPLIT
+            if rank in whole and not kinds - {"F"}:  # nothing to differentiate, there or below
+                expected = {"F"}
+                assert not any(p.requires_grad for p in case.stages[rank].parameters())
+            assert not trained or kinds == expected, f"rank {rank}"
     return runs
 
 
