@@ -13,7 +13,7 @@ class Accounts:
     Attributes:
         compute_s: The device was computing.
         blocking_s: The device had nothing to do and the loop waited for an event.
-        coordination_s: The ranks agreed on the step's beginning.
+        coordination_s: The ranks agreed on the step's beginning, or on a task.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -25,6 +25,7 @@ class Accounts:
         """Start counting."""
         self.compute_s = self.blocking_s = self.coordination_s = 0.0
         self._unfinished = 0
+        self._blocked_s = 0.0  # since the device was free
 
     def begin_tasks(self) -> None:
         """From now on the device could have computed."""
@@ -48,10 +49,25 @@ class Accounts:
         Returns:
             How long it held it.
         """
+        self._blocked_s = 0.0
         held_s = finished_s - max(started_s, self._free_since_s)
         self.compute_s += held_s
         self._free_since_s = finished_s
         return held_s
+
+    def agreed(self, started_s: float, ready_s: float) -> float:
+        """A task that was ready at `ready_s` on all ranks that run it starts at `started_s`.
+
+        What the rank has waited since is agreeing, not blocking. To be told before `computed`.
+
+        Returns:
+            How long it could have run before, in seconds.
+        """
+        wait_s = max(0.0, started_s - max(self._free_since_s, ready_s))
+        moved_s = min(wait_s, self._blocked_s)
+        self.blocking_s -= moved_s
+        self.coordination_s += moved_s
+        return wait_s
 
     def idle_since(self) -> float | None:
         """Now, if the device has nothing to do, so that waiting from here on is blocking.
@@ -64,4 +80,5 @@ class Accounts:
         """The loop has waited since then, with nothing to do for the device; returns the time."""
         now = max(self._clock(), since_s)
         self.blocking_s += now - since_s
+        self._blocked_s += now - since_s
         return now

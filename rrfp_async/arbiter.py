@@ -26,6 +26,8 @@ class Reason(enum.Enum):
     BACKPRESSURE = "every ready task is a forward held back by the limit"
     NOTHING_READY = "no task is ready"
     BESIDE = "it runs beside what computes"
+    DECIDED = "the leader of the tensor-parallel group decided so"
+    UNDECIDED = "the tensor-parallel group has not agreed on a task"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,11 @@ class Arbiter:
         self._backpressure.completed(task)
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether the order is executed as it stands."""
+        return self._hint.fixed_peak is not None
+
+    @property
     def ready(self) -> frozenset[TaskId]:
         """The tasks that are ready and not dispatched."""
         return frozenset(self._ready)
@@ -113,8 +120,7 @@ class Arbiter:
         task = self._hint.peek(self._backpressure.admissible())
         passed_over = tuple(self._hint.ahead_of(task, PASSED_OVER_MOST))
         if task is None:
-            fixed = self._hint.fixed_peak is not None
-            held_back = not fixed or self._ready.issuperset(passed_over)
+            held_back = not self.is_fixed or self._ready.issuperset(passed_over)
             reason = Reason.BACKPRESSURE if held_back else Reason.FIXED_ORDER
             return Decision(None, None, ready, passed_over, reason)
         reason = Reason.READY_FIRST if passed_over else Reason.FIRST
@@ -132,6 +138,19 @@ class Arbiter:
             raise ProtocolError(f"decision {decision} cannot be committed: its task is not ready")
         if not self._backpressure.admissible()(task):
             raise ProtocolError(f"decision {decision} cannot be committed: no room for its task")
+        self._dispatch(task)
+
+    def follow(self, task: TaskId) -> None:
+        """Carry out what was decided elsewhere, where room was counted.
+
+        Raises:
+            ProtocolError: If the task is not ready.
+        """
+        if task not in self._ready:
+            raise ProtocolError(f"task {task} was decided elsewhere, but is not ready here")
+        self._dispatch(task)
+
+    def _dispatch(self, task: TaskId) -> None:
         self._ready.remove(task)
         self._hint.commit(task)
         self._backpressure.decided(task)

@@ -30,6 +30,11 @@ _NO_FORWARD = Admissible(any_forward=False)
 class Backpressure:
     """The admission rule of one rank. Tell it what happens, ask it what is admissible.
 
+    Args:
+        limit: How many forwards may be in flight.
+        chunks: The rank's stages.
+        measures: Whether the limit follows what is measured.
+
     Attributes:
         bound: D never exceeds this. Within a step it may rise and never falls, or the places kept
             for u would be gone. Where a limit in bytes falls, u's forwards are held back too, but
@@ -39,8 +44,9 @@ class Backpressure:
         open_sends: Activations of this rank that no receiver has taken yet.
     """
 
-    def __init__(self, limit: Limit, *, chunks: int = 1) -> None:
+    def __init__(self, limit: Limit, *, chunks: int = 1, measures: bool = True) -> None:
         self._limit = limit
+        self._measures = measures
         self._chunks = chunks
         self.begin_step(0, backward=True)
 
@@ -79,8 +85,20 @@ class Backpressure:
         Raises:
             ValueError: If a budget in bytes is too small for any progress.
         """
+        if not self._measures:
+            return
         changed = self._limit.measured(task_s=task_s, transfer_s=transfer_s, kept_bytes=kept_bytes)
         if self._kept and changed:
+            self._wanted = self._bound()
+            self.bound = max(self.bound, self._wanted)
+
+    def keep_up_with(self, running: "Backpressure") -> None:
+        """Take over the open sends of the rank as it runs, and where its limit has got to.
+
+        For one that counts what is decided, over the same limit.
+        """
+        self.open_sends = running.open_sends
+        if self._kept:
             self._wanted = self._bound()
             self.bound = max(self.bound, self._wanted)
 

@@ -29,6 +29,31 @@ SAME_CLOCK = Alignment(0.0, 0.0)
 """Of ranks that read one clock."""
 
 
+class SharedClock:
+    """The first rank's time, as another rank knows it.
+
+    Args:
+        clock: This rank's, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._offset_s = 0.0
+
+    def follow(self, aligned: Alignment) -> None:
+        """Use that offset, unless it may as well be none: ranks of a host read one clock."""
+        surely_off = abs(aligned.offset_s) > aligned.error_s
+        self._offset_s = aligned.offset_s if surely_off else 0.0
+
+    def now_s(self) -> float:
+        """The first rank's time."""
+        return self._clock() + self._offset_s
+
+    def own_s(self, time_s: float) -> float:
+        """The first rank's time on this rank's clock."""
+        return time_s - self._offset_s
+
+
 class ClockProbe:
     """Asks the first rank for its time.
 

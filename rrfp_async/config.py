@@ -154,6 +154,19 @@ class Config:
             if execution.binding and training and self.limit != "auto":
                 FixedLimit(self.limit).for_peak(max(plan.peaks))
 
+    def check_agreement(self, topology: Topology) -> None:
+        """Check what the ranks of a tensor-parallel group must agree on, before anything starts.
+
+        Raises:
+            ValueError: If they cannot.
+        """
+        budget = self.activation_budget_bytes
+        if topology.tp > 1 and self.tp_protocol == "allgather" and budget is not None:
+            raise ValueError(
+                f"activation_budget_bytes={budget} makes every rank's limit its own, and "
+                f"tp_protocol='allgather' needs equal ones: use tp_protocol='leader'"
+            )
+
     def agreed(self) -> tuple[tuple[str, str], ...]:
         """The settings that must be equal on every rank, as (name, value) words."""
         return (

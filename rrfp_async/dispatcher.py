@@ -15,26 +15,23 @@ from functools import partial
 
 import torch
 
-from rrfp_async.arbiter import Arbiter
 from rrfp_async.averaging import Averaging
-from rrfp_async.backpressure import Backpressure
-from rrfp_async.bus.messages import Header, Message, StepBegin
-from rrfp_async.clocks import SAME_CLOCK
+from rrfp_async.bus.messages import AgreementMessage, Header, Message, StepBegin
+from rrfp_async.clocks import SAME_CLOCK, Alignment, SharedClock
 from rrfp_async.config import Config
 from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, TransferError
 from rrfp_async.executor import Executor
+from rrfp_async.frontier import Frontier
 from rrfp_async.gpu.transfer import unpacked
-from rrfp_async.hints import make_order
 from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
-from rrfp_async.limits import make_limit
 from rrfp_async.outbox import Outbox
-from rrfp_async.ready_set import ReadySet
 from rrfp_async.reduction import Reduction
 from rrfp_async.session import FIRST_RANK, Session
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.kinds import deliver
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.step import StepReport, StepRequest, stage_inputs
+from rrfp_async.tp.group import make_agreement
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.recorder import Recorder
 from rrfp_async.trace.records import Direction
@@ -68,32 +65,34 @@ class Dispatcher:
         self._takes_inputs = any(stage.is_source for stage in stages.values())
         self._stages = stages
         self._session = session
-        self._ready_set = ReadySet(topology, world.place.pp, deterministic=config.deterministic)
-        limit = make_limit(
-            config.limit,
-            topology,
-            world.place.pp,
-            split=config.splits,
-            budget_bytes=config.activation_budget_bytes,
-        )
-        self._backpressure = Backpressure(limit, chunks=topology.chunks)
-        order = make_order(config.order, topology, world.place.pp, config.execution)
-        self._arbiter = Arbiter(order, self._backpressure)
-        self._held: deque[tuple[int, Header]] = deque()
+        self._frontier = frontier = Frontier(topology, world.place.pp, config)
+        self._held: deque[tuple[int, Header | AgreementMessage]] = deque()
         self._transfers: asyncio.TaskGroup | None = None  # set while headers can be acted on
         self.report_at_end: str | None = None
         self._first_failure: Exception | None = None
         self._ending = False
         self._journal = Journal(world.clock)
         self._recorder = recorder
-        recorder.watch(self._arbiter, self._ready_set, self._backpressure, splits=config.splits)
+        watched = (frontier.arbiter, frontier.ready_set, frontier.backpressure)
+        recorder.watch(*watched, splits=config.splits)
         self._stall_timeout_s = config.stall_timeout_s
         self._wake = asyncio.Event()
+        self._clock = SharedClock(world.clock)
+        self._alignment: Alignment | None = None
+        self._agreement = make_agreement(
+            frontier,
+            topology=topology,
+            rank=world.rank,
+            config=config,
+            send=wires.bus.send_nowait,
+            clock=self._clock,
+            changed=self._wake.set,
+        )
         self._outbox = Outbox(
             world,
             wires,
             session,
-            self._backpressure,
+            frontier.backpressure,
             self._journal,
             recorder=recorder,
             changed=self._wake.set,
@@ -118,9 +117,8 @@ class Dispatcher:
             world=world,
             wires=wires,
             stages=stages,
-            arbiter=self._arbiter,
-            ready_set=self._ready_set,
-            backpressure=self._backpressure,
+            frontier=frontier,
+            agreement=self._agreement,
             outbox=self._outbox,
             session=session,
             journal=self._journal,
@@ -160,7 +158,8 @@ class Dispatcher:
             self._executor.end_step()
             self._reduction.end_step()
             self._end_stages()
-            self._ready_set.reset()
+            self._agreement.end_step()
+            self._frontier.end_step()
         if isinstance(failure, StepFailed | ValueError | DataExhausted):
             raise failure
         raise self._session.failed(failure) from failure
@@ -196,8 +195,9 @@ class Dispatcher:
             begin = await self._session.begin(own_sizes, request.seed)
             self._check_sizes(own_sizes, begin.sizes)
             self._world.device.follow_caller()
-            if self._recorder.keeps:
-                await self._begin_records(begin)
+            if self._recorder.keeps or self._world.topology.tp > 1:
+                await self._align_clocks()
+            self._begin_records(begin)
         accounts.coordination_s += clock() - begun
         async with asyncio.TaskGroup() as self._transfers:
             self._outbox.begin_step(self._transfers, training=request.training)
@@ -219,15 +219,22 @@ class Dispatcher:
         self._executor.waited_for_others(done)
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (accounts.compute_s, accounts.blocking_s, accounts.coordination_s)
-        return StepReport(number, loss, losses, outputs, *spent, self._backpressure.peak, verdict)
+        peak, agreement = self._frontier.backpressure.peak, self._executor.agreement_report
+        return StepReport(number, loss, losses, outputs, *spent, peak, verdict, agreement)
 
-    async def _begin_records(self, begin: StepBegin) -> None:
-        """Tell the log of the step; before the first, how clocks relate."""
-        if not self._recorder.run_begun:
+    async def _align_clocks(self) -> None:
+        """Before the first step, find out how this rank's clock relates to the first one's."""
+        if self._alignment is None:
             world = self._world
             shared = world.begins_together or world.settle is not None or world.rank == FIRST_RANK
             aligned = SAME_CLOCK if shared else await self._session.align_clocks()
-            self._recorder.begin_run(aligned.offset_s, aligned.error_s)
+            self._clock.follow(aligned)
+            self._alignment = aligned
+
+    def _begin_records(self, begin: StepBegin) -> None:
+        """Tell the log of the step; before the first, how clocks relate."""
+        if self._alignment is not None and not self._recorder.run_begun:
+            self._recorder.begin_run(self._alignment.offset_s, self._alignment.error_s)
         mode = {"training": begin.training, "update": begin.update}
         self._recorder.begin_step(begin.step, **mode, sizes=begin.sizes)
 
@@ -258,11 +265,9 @@ class Dispatcher:
         if request.update:
             reduced = {**self._reduction.tasks(), **self._averaging.tasks()}
             self._reduction.begin_step()
-        tasks = self._ready_set.begin_step(
-            len(begin.sizes), backward=request.training, split=split, reduced=reduced
-        )
-        self._arbiter.begin_step([task for task in tasks if task.kind is not TaskKind.R])
-        self._arbiter.add(self._ready_set.ready_now())
+        count, backward = len(begin.sizes), request.training
+        self._frontier.begin_step(count, backward=backward, split=split, reduced=reduced)
+        self._agreement.begin_step(begin.step, count, backward=backward, split=split)
         held, self._held = self._held, deque()
         for source, header in held:
             self._handle(source, header)
@@ -313,12 +318,8 @@ class Dispatcher:
             self._reduction.deliver(edge, task, header.specs, tensors)
             return
         deliver(self._stages, task, header, tensors)
-        forward = task.kind is TaskKind.F
-        arrived = (
-            self._ready_set.activation_arrived if forward else self._ready_set.gradient_arrived
-        )
         self._journal.note("received the result of", task)
-        self._arbiter.add(arrived(edge, task.microbatch))
+        self._executor.begin_reductions(self._agreement.arrived(edge, task))
         self._wake.set()
 
     def _transfer_group(self) -> asyncio.TaskGroup:
@@ -345,22 +346,28 @@ class Dispatcher:
     def _report(self) -> str:
         """What is ready here, what is waited for, and which transfers are open, in words."""
         transfers = self._wires.transfer.statistics()
-        ready = ", ".join(sorted(map(str, self._arbiter.ready))[:8]) or "nothing"
+        ready = ", ".join(sorted(map(str, self._frontier.arbiter.ready))[:8]) or "nothing"
+        agreement = self._agreement.summary()
         return (
-            f"{ready} ready; {self._ready_set.summary()}; {transfers.open_sends} sends and "
+            f"{ready} ready; {self._frontier.ready_set.summary()}; "
+            f"{agreement + '; ' if agreement else ''}{transfers.open_sends} sends and "
             f"{transfers.open_receives} receives open; {self._journal.last()}"
         )
 
     def _handle(self, source: int, message: Message) -> None:
         """Act on a message now, or hold a header until its step and its tasks are there."""
-        if not isinstance(message, Header):
+        if not isinstance(message, Header | AgreementMessage):
             self._session.handle(source, message)
         elif self._session.is_early(message) or self._transfers is None:
             if len(self._held) >= _HELD_MOST:
                 raise ProtocolError(f"{_HELD_MOST} early headers wait; the last from rank {source}")
             self._held.append((source, message))
-        elif not self._ending:
+        elif self._ending:
+            return
+        elif isinstance(message, Header):
             self._on_header(source, message)
+        else:
+            self._agreement.on_message(source, message)
 
     def _on_header(self, source: int, header: Header) -> None:
         if header.link != Link(source, self._world.rank) or not self._expects(header):
@@ -384,7 +391,7 @@ class Dispatcher:
         edge, microbatch = header.edge, header.task.microbatch
         match header.task.kind:
             case TaskKind.F:
-                return self._ready_set.expects_activation(edge, microbatch)
+                return self._frontier.ready_set.expects_activation(edge, microbatch)
             case TaskKind.R:
                 return self._reduction.expects(edge, microbatch)
-        return self._ready_set.expects_gradient(edge, microbatch)
+        return self._frontier.ready_set.expects_gradient(edge, microbatch)

@@ -12,21 +12,20 @@ It does not know where arrivals come from, how a step begins or ends, or what a 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 from rrfp_async.accounts import Accounts
-from rrfp_async.arbiter import Arbiter, Decision, Reason
-from rrfp_async.backpressure import Backpressure
+from rrfp_async.arbiter import Decision, Reason
 from rrfp_async.errors import StepFailed
+from rrfp_async.frontier import Frontier
 from rrfp_async.gpu.ambient import Ambient
 from rrfp_async.ids import TaskId, TaskKind
 from rrfp_async.outbox import Outbox
-from rrfp_async.ready_set import ReadySet
 from rrfp_async.session import Session
 from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext, TaskCoroutine
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.step import most_kept
+from rrfp_async.tp.agreement import Agreed, Agreement, AgreementReport
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.recorder import Recorder
 from rrfp_async.world import Wires, World
@@ -40,6 +39,7 @@ class Executor:
 
     Attributes:
         accounts: Where the rank's time goes.
+        agreement_report: What agreeing came to in this step; None where nothing is agreed.
     """
 
     def __init__(
@@ -48,9 +48,8 @@ class Executor:
         world: World,
         wires: Wires,
         stages: Mapping[int, Stage],
-        arbiter: Arbiter,
-        ready_set: ReadySet,
-        backpressure: Backpressure,
+        frontier: Frontier,
+        agreement: Agreement,
         outbox: Outbox,
         session: Session,
         journal: Journal,
@@ -60,6 +59,7 @@ class Executor:
         ahead: bool,
     ) -> None:
         self.accounts = Accounts(world.clock)
+        self.agreement_report: AgreementReport | None = None
         self._world = world
         self._topology = world.topology
         self._stages = stages
@@ -67,9 +67,8 @@ class Executor:
         self._context = TaskContext(
             stages, world.topology.is_local, self._device, wires.transfer.export
         )
-        self._arbiter = arbiter
-        self._ready_set = ready_set
-        self._backpressure = backpressure
+        self._frontier = frontier
+        self._agreement = agreement
         self._outbox = outbox
         self._session = session
         self._journal = journal
@@ -77,6 +76,7 @@ class Executor:
         self._reduce_gradients = reduce
         self._wake = wake
         self._ahead = ahead and self._device.takes_back
+        self._agreed: dict[TaskId, Agreed] = {}
         self._given: dict[TaskId, TaskCoroutine] = {}
         self._next: tuple[Decision, TaskId, float] | None = None  # given, and may be taken back
         self._failure: Exception | None = None
@@ -85,6 +85,7 @@ class Executor:
         """Start a step: count its time, and compute as its caller's thread is set to."""
         self._context.ambient = Ambient.of_caller(self._device.torch_device)
         self.accounts.begin_step()
+        self.agreement_report = None
         self._failure = None
 
     def end_step(self) -> None:
@@ -94,6 +95,7 @@ class Executor:
             self._device.withdraw(task)
             coroutine.close()
         self._given.clear()
+        self._agreed.clear()
         self._next = None
 
     async def run_all(self, group: asyncio.TaskGroup, *, training: bool) -> None:
@@ -109,11 +111,11 @@ class Executor:
         """
         self._beside = group
         self.accounts.begin_tasks()
-        while self._ready_set.remaining:
+        while self._frontier.ready_set.remaining:
             if self._world.settle is not None:
                 await self._world.settle()
             self._check()
-            decision = self._arbiter.choose()
+            decision = self._agreement.choose()
             if decision.task is None:
                 await self._wait(decision)
             elif self._ahead and training:
@@ -167,7 +169,7 @@ class Executor:
 
     def _choose_again(self, _before: Decision, task: TaskId, idle_s: float) -> None:
         """Something has come: maybe another task should be the next."""
-        decision = self._arbiter.choose()
+        decision = self._agreement.choose()
         if decision.task is None:
             return
         if decision.task != task:
@@ -227,30 +229,20 @@ class Executor:
 
     def _commit(self, decision: Decision, task: TaskId, waited_s: float) -> None:
         """The choice is made: the device runs `task` now, or next for sure."""
-        self._arbiter.commit(decision)
+        agreed = self._agreement.commit(decision)
+        if agreed is not None:
+            self._agreed[task] = agreed
         self._journal.note("dispatched", task)
         self._recorder.dispatched(decision, waited_s)
 
     def _complete(self, task: TaskId) -> None:
         """What waits for `task` on this rank may run: on its device it comes after it."""
-        self._backpressure.completed(task)
-        ready = self._ready_set.completed(task)
-        if task.kind is TaskKind.F:
-            for edge in filter(self._topology.is_local, self._topology.out_edges(task.stage)):
-                ready += self._ready_set.activation_arrived(edge, task.microbatch)
-        elif task.kind in (TaskKind.B, TaskKind.I):
-            for edge in filter(self._topology.is_local, self._topology.in_edges(task.stage)):
-                if self._ready_set.expects_gradient(edge, task.microbatch):  # else none is wanted
-                    ready += self._ready_set.gradient_arrived(edge, task.microbatch)
-        self._add(ready)
+        self.begin_reductions(self._frontier.completed(task))
 
-    def _add(self, ready: Iterable[TaskId]) -> None:
-        """Let the arbiter choose among what is ready; a reduction starts at once, beside that."""
-        for task in ready:
-            if task.kind is TaskKind.R:
-                self._begin_reduction(task)
-            else:
-                self._arbiter.add((task,))
+    def begin_reductions(self, tasks: Iterable[TaskId]) -> None:
+        """Start what runs beside the rank's tasks."""
+        for task in tasks:
+            self._begin_reduction(task)
 
     def _begin_reduction(self, task: TaskId) -> None:
         reduction = self._reduce(task)
@@ -262,7 +254,7 @@ class Executor:
 
     async def _reduce(self, task: TaskId) -> None:
         with self._failing_the_step():
-            decision = Decision(task, None, len(self._arbiter.ready), (), Reason.BESIDE)
+            decision = Decision(task, None, len(self._frontier.arbiter.ready), (), Reason.BESIDE)
             self._recorder.dispatched(decision, 0.0)
             self._journal.note("dispatched", task)
             try:
@@ -270,7 +262,7 @@ class Executor:
             except Exception as error:
                 raise self._task_failed(error, task) from error
             self._journal.note("completed", task)
-            self._add(self._ready_set.completed(task))
+            self._complete(task)
             self._wake.set()
 
     def _settle(self, task: TaskId) -> None:
@@ -278,28 +270,36 @@ class Executor:
         stage, microbatch = self._stages[task.stage], task.microbatch
         if task.kind is not TaskKind.F or stage.wants_gradient(microbatch):
             return
-        if stage.is_settled(microbatch):
-            self._drop_backward(task)
-        for edge in self._topology.out_edges(task.stage):
-            self._add(self._ready_set.gradient_arrived(edge, microbatch))
-
-    def _drop_backward(self, forward: TaskId) -> None:
-        """Nothing depends on a parameter, below or here: there is nothing to differentiate."""
-        for kind in (TaskKind.B, TaskKind.I, TaskKind.W):
-            task = replace(forward, kind=kind)
-            if self._ready_set.void(task):
-                self._arbiter.drop(task)
-                self._recorder.void(task)
+        if self._agreement.leaves_out and stage.is_settled(microbatch):
+            for dropped in self._frontier.drop_backward(task):
+                self._recorder.void(dropped)
+        self.begin_reductions(self._agreement.ungraded(task))
 
     def _leave(self, task: TaskId, outcome: Outcome, finished_s: float) -> None:
         """The task has left the device: count its time there, and send what it made."""
         self._journal.note("completed", task)
+        self._note_agreement(task, outcome.computed.started_s)
         held_s = self.accounts.computed(outcome.computed.started_s, finished_s)
         self._recorder.ran(task, finished_s - held_s, finished_s)
-        self._backpressure.measured(task_s=held_s, kept_bytes=most_kept(self._stages.values()))
+        self._frontier.backpressure.measured(
+            task_s=held_s, kept_bytes=most_kept(self._stages.values())
+        )
         for outgoing in outcome.outgoing:
             if not self._topology.is_local(outgoing.edge):
                 self._outbox.put(task, outgoing, at_once=bool(self._given))
+        self._agreement.finished(task)
+
+    def _note_agreement(self, task: TaskId, started_s: float) -> None:
+        agreed = self._agreed.pop(task, None)
+        if agreed is None:
+            return
+        wait_s = self.accounts.agreed(started_s, agreed.ready_s)
+        before = self.agreement_report or AgreementReport(0, 0.0, 0)
+        self.agreement_report = AgreementReport(
+            before.decisions + 1, before.wait_s + wait_s, before.retries + agreed.retries
+        )
+        leader, retries = self._agreement.leader, agreed.retries
+        self._recorder.agreed(agreed.number, task, leader=leader, wait_s=wait_s, retries=retries)
 
     async def _wait(self, decision: Decision | None = None) -> None:
         """Wait for an event; `decision` says why nothing runs, if nothing does."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rrfp_async.tasks.step import StepReport
+from rrfp_async.tp.agreement import AgreementReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +25,11 @@ class StepResult:
         compute_s: Tasks held the device.
         blocking_s: The device was idle because no task was ready and admissible, or because this
             rank was done and others were not.
-        coordination_s: Spent on agreeing with the other ranks what the step is.
+        coordination_s: Spent on agreeing with the other ranks what the step is, and with those of
+            a tensor-parallel group on every task.
         other_s: The rest: dispatching, hand-offs between threads, splitting, the optimizer.
         peak_in_flight: Most forwards at once whose gradient was not yet accumulated.
+        agreement: What agreeing on tasks came to; None where a rank computes its stages alone.
     """
 
     loss: float | None
@@ -40,6 +43,7 @@ class StepResult:
     coordination_s: float
     other_s: float
     peak_in_flight: int
+    agreement: AgreementReport | None = None
 
 
 def result_of(report: StepReport, step_s: float) -> StepResult:
@@ -56,4 +60,5 @@ def result_of(report: StepReport, step_s: float) -> StepResult:
         *spent,
         step_s - sum(spent),
         report.peak_in_flight,
+        report.agreement,
     )

@@ -110,6 +110,7 @@ class Runtime:
             ),
         )
         config.check_order(world.topology)
+        config.check_agreement(world.topology)
         self.optimizer = build_optimizer(optimizer, self.parameters(), world.rank)
         self._update = build_update(
             self.optimizer,

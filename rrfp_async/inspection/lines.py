@@ -147,7 +147,7 @@ class IdleSpan:
         step: The step.
         start_s: From when.
         end_s: Until when.
-        cause: "nothing ready", "limit", "fixed order" or "others".
+        cause: "nothing ready", "limit", "fixed order", "agreement" or "others".
         ready: Tasks that were ready and not admissible.
         in_flight: Forwards in flight.
         bound: How many there may be; None for no bound.

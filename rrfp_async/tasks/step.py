@@ -7,6 +7,7 @@ from typing import Any
 from rrfp_async.bus.messages import GradientReport, StepBegin, Verdict
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.stage import Stage, StageInputs
+from rrfp_async.tp.agreement import AgreementReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class StepReport:
     coordination_s: float
     peak_in_flight: int
     verdict: Verdict | None
+    agreement: AgreementReport | None = None
 
 
 def stage_inputs(

@@ -49,6 +49,7 @@ _CAUSES = MappingProxyType(
         Reason.NOTHING_READY: Cause.NOTHING_READY,
         Reason.BACKPRESSURE: Cause.LIMIT,
         Reason.FIXED_ORDER: Cause.FIXED_ORDER,
+        Reason.UNDECIDED: Cause.AGREEMENT,
     }
 )
 _FREEING = (TaskKind.B, TaskKind.W, TaskKind.I)

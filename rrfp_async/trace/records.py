@@ -32,6 +32,7 @@ class Cause(enum.Enum):
     NOTHING_READY = "nothing ready"
     LIMIT = "limit"
     FIXED_ORDER = "fixed order"
+    AGREEMENT = "agreement"
     OTHERS = "others"
 
 
