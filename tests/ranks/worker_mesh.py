@@ -79,7 +79,7 @@ async def clip(world: r.World, *, fails: bool = False) -> None:
         parallelize(stage, world.mesh["tp"])
     if fails and world.rank == topology.world_size - 1:
         stage.register_forward_pre_hook(_boom)
-    config = r.Config(microbatches=2, hint="1f1b", binding=True)
+    config = r.Config(microbatches=2)
     losses: list[Any] = []
     norms: list[Any] = []
     async with r.Runtime(

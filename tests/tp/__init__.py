@@ -1,0 +1,1 @@
+"""Tests of the agreement in a tensor-parallel group."""
