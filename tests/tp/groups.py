@@ -129,7 +129,8 @@ class Groups:
         rank.order.append(task)
         pressure = rank.frontier.backpressure
         rank.most_in_flight = max(rank.most_in_flight, pressure.in_flight)
-        assert pressure.in_flight <= pressure.bound, (rank.number, task)
+        leads = tp_group(self.topology, rank.number)[0]  # its limit is the group's
+        assert pressure.in_flight <= self.ranks[leads].frontier.backpressure.bound, rank.number
         if task.kind is TaskKind.W:
             self._after(self.times.of(self.times.task_s), partial(self._end, rank, task))
             return
