@@ -18,7 +18,7 @@ def test_a_wait_that_agreeing_took_is_moved_from_blocking_to_coordination() -> N
 
 
 def test_what_was_no_blocking_is_not_moved() -> None:
-    """A hand-off of half a second belongs to neither; a task ready long ago waits for its device."""
+    """A hand-off belongs to neither; a task ready long ago waits for its device."""
     accounts = Accounts(lambda: 0.0)
     accounts.begin_tasks()
     assert accounts.agreed(started_s=0.5, ready_s=0.0) == 0.5
