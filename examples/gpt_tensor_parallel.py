@@ -16,13 +16,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 
-def parallelize(stage: nn.Sequential, mesh: Any) -> nn.Sequential:
+def parallelize(stage: nn.Module, mesh: Any) -> nn.Module:
     """Leave each rank of the one-dimensional `mesh` its shard of every block of `stage`.
 
     Raises:
         ValueError: If the heads cannot be divided.
     """
-    for layer in stage:
+    for layer in stage.children():
         if isinstance(layer, Block):
             _keep_heads_together(layer.attention, mesh.size())
             plan = {

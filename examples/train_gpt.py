@@ -3,10 +3,12 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py --steps 30     # a process per rank
     python examples/train_gpt.py --ranks 4 --steps 30                # all ranks in one process
     python examples/train_gpt.py --reference --steps 30
+    torchrun --nproc-per-node 8 examples/train_gpt.py --tp 2 --dp 2  # pp = 8 / (2 * 2) = 2
     torchrun --nproc-per-node 2 examples/train_gpt.py --engine torch # torch's 1F1B, to compare
 
 With --json all print the same losses and the same hash over all gradients, whatever the dispatch
-order was: try another --hint, and --delay-seed to shake the order up.
+order was: try another --hint, and --delay-seed to shake the order up. With --dp and --tp sums are
+taken in another order than the reference's: the hashes then are equal for all replicas and runs.
 """
 
 import argparse
@@ -14,18 +16,21 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from gpt import GPTConfig, build_layers, loss_fn, stage_of
+from gpt_tensor_parallel import parallelize
+from optimizer import make_optimizer
 from torch_engine import TorchEngine
 from training import (
     History,
     OnStep,
     Recipe,
     batch_of,
-    make_optimizer,
     parse_with,
     parser_of,
+    positive,
     run_example,
     under_torchrun,
     way_of,
@@ -51,6 +56,10 @@ class GPT(Recipe):
     def stage(self, seed: int, index: int, stages: int) -> torch.nn.Module:
         """A run of the layers."""
         return stage_of(build_layers(MODEL, seed), index, stages)
+
+    def parallelize(self, stage: torch.nn.Module, mesh: Any) -> torch.nn.Module:
+        """Attention by heads, the feed-forward layer by channels."""
+        return parallelize(stage, mesh)
 
 
 def train_torch(
@@ -86,6 +95,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         default="rrfp_async",
         help="torch: torch.distributed.pipelining's 1F1B, under torchrun, for comparison",
     )
+    parser.add_argument("--tp", type=positive, default=1, help="ranks that share a stage")
     options = parse_with(parser, arguments)
     if options.engine == "torch":
         _check_torch(parser, options)
@@ -96,7 +106,8 @@ def _check_torch(parser: argparse.ArgumentParser, options: argparse.Namespace) -
     """Refuse what torch's 1F1B does not do here."""
     if not under_torchrun():
         parser.error("--engine torch needs a process for every rank: start with torchrun")
-    if options.reference or options.chunks > 1 or options.device != "cpu":
+    several = options.tp * options.dp * options.chunks > 1
+    if options.reference or several or options.device != "cpu":
         parser.error("--engine torch runs one stage a rank on CPUs: leave the other options out")
     if options.batch % options.microbatches:
         parser.error(f"--batch {options.batch} must be a multiple of {options.microbatches}")

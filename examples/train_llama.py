@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from gpt import VOCABULARY
 from torch import nn
-from training import Recipe, parse_with, parser_of, run_example, way_of
+from training import Recipe, grid_of, parse_with, parser_of, run_example, way_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import rrfp_async
@@ -127,8 +127,7 @@ class Llama(Recipe):
         tie = {0: "model.embed_tokens.weight", last: "lm_head.weight"}
         return rrfp_async.Topology(
             options.ranks,
-            chunks=options.chunks,
-            placement=options.placement,
+            **grid_of(options),
             tied=[tie] if self._tied and last else [],
         )
 

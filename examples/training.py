@@ -1,7 +1,9 @@
 """What the examples share: a command line, and training over pipeline ranks or unpartitioned.
 
 An example brings a `Recipe`, its model and how that is fed. With --json every way of training
-prints the same losses and the same hash over all gradients, whatever the dispatch order was.
+prints the same losses and the same hash over all gradients, whatever the dispatch order was. With
+--dp and --tp sums are taken in another order than the unpartitioned model's: hashes then are equal
+for all replicas and all runs.
 """
 
 import argparse
@@ -18,14 +20,13 @@ from typing import Any
 import torch
 from digest import combined_digest, gradient_digests
 from gpt import loss_fn
+from optimizer import make_optimizer, make_zero1
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text import load_text, sample
 
 import rrfp_async
 from rrfp_async.hints import FILES, HINTS
-
-LEARNING_RATE = 2e-3
 
 OnStep = Callable[[int, float], None]
 
@@ -37,6 +38,11 @@ class History:
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
+
+    def note_gradients(self, stage: torch.nn.Module, *, dp: int = 0, tp: int = 0) -> None:
+        """Keep the hashes of a stage, as those of that replica and shard."""
+        digests = gradient_digests(stage)
+        self.digests |= {f"{dp} {tp} {name}": digest for name, digest in digests.items()}
 
 
 class Recipe(ABC):
@@ -64,23 +70,34 @@ class Recipe(ABC):
             ValueError: If the model does not make as many stages.
         """
 
+    def parallelize(
+        self,
+        stage: torch.nn.Module,  # noqa: ARG002 - a default
+        mesh: Any,
+    ) -> torch.nn.Module:
+        """Leave this rank its shard of `stage`, computed by all ranks of the `mesh` together.
+
+        Raises:
+            ValueError: If the model has no plan for that, or cannot be divided so.
+        """
+        raise ValueError(f"{type(self).__name__} has no plan for {mesh}: leave --tp out")
+
     def inputs(self, tokens: torch.Tensor) -> tuple[Any, ...]:
         """What the first stage is called with for tokens `(batch, context)`."""
         return (tokens,)
 
     def topology(self, options: argparse.Namespace) -> rrfp_async.Topology:
         """The pipeline of the command line."""
-        return rrfp_async.Topology(
-            options.ranks, chunks=options.chunks, placement=options.placement
-        )
+        return rrfp_async.Topology(options.ranks, **grid_of(options))
+
+
+def grid_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a Topology of the command line is given beside the number of pipeline ranks."""
+    grid = {"chunks": options.chunks, "placement": options.placement}
+    return {**grid, "dp": options.dp, "tp": options.tp}
 
 
 Train = Callable[[Recipe, argparse.Namespace, torch.Tensor, OnStep], History]
-
-
-def make_optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The same optimizer for the whole model and for a stage."""
-    return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
 
 
 def batch_of(
@@ -104,8 +121,10 @@ async def train_rank(
     topology = world.topology
     stages = [
         recipe.stage(options.seed, stage, topology.num_stages).to(world.device.torch_device)
-        for stage in topology.stages_of(world.rank)
+        for stage in topology.stages_of(world.place.pp)
     ]
+    if topology.tp > 1:
+        stages = [recipe.parallelize(stage, world.mesh["tp"]) for stage in stages]
     config = rrfp_async.Config(
         microbatches=options.microbatches,
         hint=options.hint,
@@ -116,17 +135,22 @@ async def train_rank(
     )
     history = History()
     async with rrfp_async.Runtime(
-        stages, world=world, config=config, loss_fn=loss_fn, optimizer=make_optimizer
+        stages,
+        world=world,
+        config=config,
+        loss_fn=loss_fn,
+        optimizer=make_zero1(world) if options.zero1 else make_optimizer,
     ) as runtime:
         for step in range(options.steps):
-            tokens, targets = batch_of(recipe, options, text, step)
+            batch = batch_of(recipe, options, text, step)
+            tokens, targets = (t.tensor_split(topology.dp)[world.place.dp] for t in batch)
             result = await runtime.train_step(*recipe.inputs(tokens), target=targets)
             history.losses.append(result.loss)
             history.step_s.append(result.step_s)
             if world.rank == 0:
                 on_step(step, result.loss)
     for stage in stages:
-        history.digests |= gradient_digests(stage)
+        history.note_gradients(stage, dp=world.place.dp, tp=world.place.tp)
     return history
 
 
@@ -134,12 +158,13 @@ def train_pipeline(
     recipe: Recipe, options: argparse.Namespace, text: torch.Tensor, on_step: OnStep
 ) -> History:
     """Train on all ranks in this process; the first rank's history with everyone's hashes."""
+    topology = recipe.topology(options)
 
     async def main() -> list[History]:
         return await rrfp_async.run_local(
-            options.ranks,
+            topology.world_size,
             lambda world: train_rank(world, recipe, options, text, on_step),
-            topology=recipe.topology(options),
+            topology=topology,
             device=options.device,
         )
 
@@ -193,7 +218,7 @@ def train_reference(
         history.losses.append(loss_sum)
         history.step_s.append(time.perf_counter() - begun)
         on_step(step, loss_sum)
-    history.digests = gradient_digests(model)
+    history.note_gradients(model)
     return history
 
 
@@ -207,14 +232,22 @@ def way_of(options: argparse.Namespace) -> Train:
 def report(recipe: Recipe, options: argparse.Namespace, history: History) -> str:
     """The run as one JSON object."""
     names = [name for name, _ in recipe.whole(0).named_parameters()]
+    replicas = [
+        combined_digest([f"{dp} {tp} {n}" for tp in range(options.tp) for n in names], digests)
+        for dp in range(options.dp)
+        if (digests := history.digests)
+    ]
     return json.dumps(
         {
             "losses": history.losses,
             "step_s": history.step_s,
             "ranks": options.ranks,
+            "dp": options.dp,
+            "tp": options.tp,
             "engine": options.engine,
             "hint": None if options.reference or options.engine == "torch" else options.hint,
-            "grad_sha256": combined_digest(names, history.digests) if history.digests else None,
+            "replica_grad_sha256": replicas,
+            "grad_sha256": replicas[0] if replicas else None,
         }
     )
 
@@ -265,12 +298,14 @@ def limit(word: str) -> int | str:
 def parser_of(description: str) -> argparse.ArgumentParser:
     """The command line that the examples share."""
     parser = argparse.ArgumentParser(description=description)
-    parser.set_defaults(engine="rrfp_async")
+    parser.set_defaults(engine="rrfp_async", tp=1)
     parser.add_argument("--ranks", type=positive, help="pipeline ranks (default 4, or torchrun's)")
     parser.add_argument("--reference", action="store_true", help="train unpartitioned")
     parser.add_argument("--steps", type=positive, default=30)
     parser.add_argument("--batch", type=positive, default=16, help="samples a step (default 16)")
     parser.add_argument("--microbatches", type=positive, default=8)
+    parser.add_argument("--dp", type=positive, default=1, help="replicas (default 1)")
+    parser.add_argument("--zero1", action="store_true", help="divide optimizer state by replicas")
     parser.add_argument("--chunks", type=positive, default=1, help="stages per rank (default 1)")
     parser.add_argument("--placement", choices=["loop", "v"], default="loop", help="of the chunks")
     parser.add_argument("--hint", default="auto", help=f"{', '.join((*HINTS, *FILES))}")
@@ -295,10 +330,39 @@ def parse_with(
     """The command line, its number of ranks settled."""
     options = parser.parse_args(arguments)
     started = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
-    if started is not None and options.ranks not in (None, started):
-        parser.error(f"--ranks {options.ranks}, but torchrun started {started}: leave it out")
-    options.ranks = 1 if options.reference else options.ranks or started or 4
+    if options.reference:
+        options.ranks = options.dp = options.tp = 1
+        options.zero1 = False
+        return options
+    pipeline = None if started is None else _pipeline_ranks(parser, options, started)
+    if pipeline is not None and options.ranks not in (None, pipeline):
+        parser.error(
+            f"--ranks {options.ranks}, but torchrun started {started}, which makes {pipeline} "
+            f"pipeline ranks: leave it out"
+        )
+    options.ranks = options.ranks or pipeline or 4
+    _check_grid(parser, options)
     return options
+
+
+def _pipeline_ranks(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, started: int
+) -> int:
+    each = options.tp * options.dp
+    if started % each:
+        parser.error(f"torchrun started {started} ranks, no multiple of the {each} of --tp x --dp")
+    return started // each
+
+
+def _check_grid(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    if (options.tp > 1 or options.zero1) and not under_torchrun():
+        parser.error("--tp and --zero1 need a process for every rank: start with torchrun")
+    if options.batch % options.dp:
+        parser.error(f"--batch {options.batch} must be a multiple of --dp {options.dp}")
+    if options.zero1 and options.tp > 1:
+        parser.error("--zero1 cannot divide the state of shards (torch's does not know DTensor)")
+    if options.zero1 and options.dp == 1:
+        parser.error("--zero1 divides optimizer state among replicas: give --dp too")
 
 
 def run_example(recipe: Recipe, options: argparse.Namespace, way: Train) -> int:

@@ -8,6 +8,7 @@ import torch
 
 from rrfp_async.tasks.generators import Streams
 from rrfp_async.tasks.loss import Loss
+from rrfp_async.tasks.split_support import is_shard
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tasks.update import Update
 from rrfp_async.topology import Topology
@@ -131,7 +132,8 @@ def build_optimizer(
     """The optimizer given or made; None without one, or for a rank without parameters.
 
     Raises:
-        ValueError: If it is no optimizer, or holds parameters of others than this rank.
+        ValueError: If it is no optimizer, holds parameters of others than this rank, or cannot
+            divide those it holds.
     """
     if optimizer is None:
         return None
@@ -151,6 +153,11 @@ def build_optimizer(
         raise ValueError(
             f"optimizer of rank {rank} holds {foreign} parameters that are not of this rank's "
             f"stages: build it from their parameters"
+        )
+    if type(optimizer).__name__ == "ZeroRedundancyOptimizer" and any(map(is_shard, held)):
+        raise ValueError(
+            f"ZeroRedundancyOptimizer of rank {rank} holds shards (DTensor), which it cannot "
+            f"broadcast: use a plain optimizer where topology.tp is above 1"
         )
     return optimizer
 

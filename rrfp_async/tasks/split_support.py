@@ -79,7 +79,7 @@ def _obstacles(module: torch.nn.Module) -> Iterator[str]:
     for name, parameter in module.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
             yield f"parameter {name!r} has hooks"
-        if "DTensor" in (type(parameter).__name__, type(parameter.data).__name__):
+        if is_shard(parameter):
             yield f"parameter {name!r} is a DTensor"
 
 
@@ -109,3 +109,8 @@ def _asks_for_reentrant(forward: Callable[..., Any]) -> bool:
         isinstance(keyword.value, ast.Constant) and keyword.value.value is True
         for keyword in keywords
     )
+
+
+def is_shard(parameter: torch.nn.Parameter) -> bool:
+    """Whether it is a DTensor: this rank's shard of a parameter, or a replica of one."""
+    return "DTensor" in (type(parameter).__name__, type(parameter.data).__name__)

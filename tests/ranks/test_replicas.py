@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.logs import dispatched
 from tests.ranks.conftest import Launch
 from tests.ranks.hosts import run_here
 from tests.ranks.launching import Job
@@ -17,8 +18,6 @@ from tests.ranks.test_bits import WORDS, reference
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow, pytest.mark.timeout(240)]
 
 WORKER = Path(__file__).with_name("worker_mesh.py")
-IN_ONE_ORDER = ("--hint", "1f1b", "--binding")
-"""For ranks that share a stage and do not agree on what to run."""
 ENDS_WITHIN_S = 200.0
 WITHIN_FP32 = 1e-5
 PEER_TIMEOUT_S = 3.0
@@ -53,13 +52,31 @@ def test_three_replicas_of_one_stage_average_alike() -> None:
     assert digests == digests[:1] * 3
 
 
-@pytest.mark.parametrize(("dp", "ranks"), [(1, 4), (2, 8)])
-def test_ranks_that_share_a_stage_train_as_one_model(dp: int, ranks: int) -> None:
-    """PP2 x TP2, PP2 x TP2 x DP2; runs whose delays differ are equal to the bit."""
-    grid = ("--tp", "2", "--dp", str(dp), *IN_ONE_ORDER)
-    runs = [run(ranks, *grid, "--delay-seed", seed) for seed in "12"]
+@pytest.mark.parametrize(
+    ("dp", "ranks", "more", "seeds"),
+    [
+        (1, 4, (), "12345"),
+        (1, 4, ("--hint", "bfw"), "12"),
+        (1, 4, ("--chunks", "2", "--hint", "bf"), "12"),
+        (2, 8, (), "12"),
+    ],
+)
+def test_ranks_that_share_a_stage_train_as_one_model(
+    dp: int, ranks: int, more: tuple[str, ...], seeds: str, tmp_path: Path
+) -> None:
+    """HAZARD 16 on PP2 x TP2 (five seeds) and PP2 x TP2 x DP2, with torch's DTensor.
+
+    Each rank is delayed by itself, yet its group runs one order and all runs are equal to the bit.
+    """
+    grid = ("--tp", "2", "--dp", str(dp), *more)
+    runs = []
+    for seed in seeds:
+        folder = tmp_path / seed
+        runs.append(run(ranks, *grid, "--delay-seed", seed, "--trace-dir", str(folder)))
+        for rank in range(0, ranks, 2):
+            assert dispatched(folder, rank) == dispatched(folder, rank + 1)
     assert_trains_as_the_reference(runs[0], dp)
-    assert runs[0] == runs[1]
+    assert runs == runs[:1] * len(seeds)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
