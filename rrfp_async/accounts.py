@@ -26,6 +26,7 @@ class Accounts:
         self.compute_s = self.blocking_s = self.coordination_s = 0.0
         self._unfinished = 0
         self._blocked_s = 0.0  # since the device was free
+        self._blocked_until_s = 0.0
 
     def begin_tasks(self) -> None:
         """From now on the device could have computed."""
@@ -58,13 +59,15 @@ class Accounts:
     def agreed(self, started_s: float, ready_s: float) -> float:
         """A task that was ready at `ready_s` on all ranks that run it starts at `started_s`.
 
-        What the rank has waited since is agreeing, not blocking. To be told before `computed`.
+        What the loop has waited since is agreeing, not blocking; a hand-off after it was neither.
+        To be told before `computed`.
 
         Returns:
             How long it could have run before, in seconds.
         """
-        wait_s = max(0.0, started_s - max(self._free_since_s, ready_s))
-        moved_s = min(wait_s, self._blocked_s)
+        could_s = max(self._free_since_s, ready_s)
+        wait_s = max(0.0, started_s - could_s)
+        moved_s = min(self._blocked_s, max(0.0, self._blocked_until_s - could_s))
         self.blocking_s -= moved_s
         self.coordination_s += moved_s
         return wait_s
@@ -81,4 +84,5 @@ class Accounts:
         now = max(self._clock(), since_s)
         self.blocking_s += now - since_s
         self._blocked_s += now - since_s
+        self._blocked_until_s = now
         return now

@@ -26,3 +26,17 @@ def test_what_was_no_blocking_is_not_moved() -> None:
     assert accounts.agreed(started_s=2.0, ready_s=0.0) == 0.0
     assert accounts.agreed(started_s=2.0, ready_s=7.0) == 0.0
     assert (accounts.blocking_s, accounts.coordination_s) == (0.0, 0.0)
+
+
+def test_a_hand_off_after_blocking_is_not_moved_either() -> None:
+    """Idle from 0 to 4 and ready on all ranks at 3, the device begins at 6: one second is moved."""
+    now = 0.0
+    accounts = Accounts(lambda: now)
+    accounts.begin_tasks()
+    now = 4.0
+    accounts.blocked_since(0.0)
+    assert accounts.agreed(started_s=6.0, ready_s=3.0) == 3.0
+    assert (accounts.blocking_s, accounts.coordination_s) == (3.0, 1.0)
+    accounts.computed(6.0, 7.0)
+    assert accounts.agreed(started_s=7.0, ready_s=0.0) == 0.0
+    assert (accounts.blocking_s, accounts.coordination_s) == (3.0, 1.0)
