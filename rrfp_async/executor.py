@@ -114,6 +114,8 @@ class Executor:
         while self._frontier.ready_set.remaining:
             if self._world.settle is not None:
                 await self._world.settle()
+                if not self._frontier.ready_set.remaining:
+                    break  # the last reduction has ended meanwhile: nothing else would wake us
             self._check()
             decision = self._agreement.choose()
             if decision.task is None:
