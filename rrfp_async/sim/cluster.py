@@ -8,25 +8,32 @@ import asyncio
 import gc
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
 
+from rrfp_async.bus.base import Bus
 from rrfp_async.bus.inproc import InprocHub
 from rrfp_async.config import Config
 from rrfp_async.dispatcher import Dispatcher
 from rrfp_async.errors import StateError, StepFailed
 from rrfp_async.gpu.completion import Clock
 from rrfp_async.gpu.loopback import LoopbackFabric
-from rrfp_async.grid import coordinates
+from rrfp_async.grid import coordinates, dp_group, tp_group
+from rrfp_async.ids import TaskId
 from rrfp_async.result import result_of
 from rrfp_async.session import Session
 from rrfp_async.sim.clock import VirtualLoop
 from rrfp_async.sim.costs import Costs
+from rrfp_async.sim.delayed_bus import DelayedBus
+from rrfp_async.sim.lateness import PUNCTUAL, Lateness
 from rrfp_async.sim.parts import CostModelDevice, CostModelStage, DelayedLoopback
+from rrfp_async.sim.rendezvous import Rendezvous
+from rrfp_async.sim.replicas import ReplicaTable, VirtualReplicas
 from rrfp_async.tasks.batch import Batch
 from rrfp_async.tasks.step import StepReport, StepRequest
 from rrfp_async.topology import Topology
@@ -56,47 +63,60 @@ class Simulated:
 
 
 class VirtualCluster:
-    """The ranks of a pipeline on one virtual clock.
+    """The ranks of a pipeline, or of several columns of it, on one virtual clock.
+
+    Ranks of a tensor-parallel group meet in every F, B and I: it begins when all have begun it, and
+    takes all the same time. Waiting for the others is neither computing nor blocking; it is part of
+    what agreeing costs. Averaging over replicas waits for all of them and takes no time.
 
     Args:
-        costs: What tasks and transfers take; those between stages of one rank take nothing.
+        costs: What tasks and transfers take; those between stages of one rank take nothing. For
+            all replicas alike, or one for each. Ranks of a tensor-parallel group share theirs.
         topology: Whose stages they are; by default a chain, a stage on each rank.
         config: As for a real run; `microbatches` follows from the costs.
         dispatch_s: What it costs to dispatch a task, in seconds.
+        lateness: What comes late beside what `costs` say.
         done: Called after every task.
 
     Raises:
-        ValueError: If a listed hint breaks a rule.
+        ValueError: If a listed hint breaks a rule, or costs do not fit the topology.
     """
 
     def __init__(
         self,
-        costs: Costs,
+        costs: Costs | Sequence[Costs],
         config: Config,
         topology: Topology | None = None,
         *,
         dispatch_s: float = 0.0,
+        lateness: Lateness = PUNCTUAL,
         done: Callable[[], None] = lambda: None,
     ) -> None:
-        self._costs = costs
         if not 0.0 <= dispatch_s < math.inf:
             raise ValueError(
                 f"dispatch cost {dispatch_s} must be a finite number of seconds of at least 0"
             )
-        tasks = 3 * costs.stages * costs.microbatches
-        longest_s = costs.total_s + tasks * dispatch_s
-        self._config = replace(
-            config, microbatches=costs.microbatches, stall_timeout_s=2.0 * longest_s + 1.0
-        )
+        listed = (costs,) if isinstance(costs, Costs) else tuple(costs)
+        self._topology = Topology(listed[0].stages) if topology is None else topology
+        self._costs = costs_of_replicas(costs, self._topology)
+        self._microbatches = listed[0].microbatches
         self._dispatch_s = dispatch_s
+        self._lateness = lateness
         self._done = done
-        self._topology = Topology(costs.stages) if topology is None else topology
-        if self._topology.num_stages != costs.stages:
-            raise ValueError(
-                f"costs are of {costs.stages} stages, the topology has "
-                f"{self._topology.num_stages}: give as many of both"
-            )
+        self._config = replace(
+            config,
+            microbatches=self._microbatches,
+            stall_timeout_s=2.0 * self._longest_s() + 1.0,
+        )
         self._config.check_order(self._topology)
+        self._config.check_agreement(self._topology)
+
+    def _longest_s(self) -> float:
+        """More than a step takes if one thing happens after the other."""
+        tasks = 3 * self._topology.num_stages * self._microbatches
+        late = self._lateness
+        late_s = tasks * (late.skew_s + 4 * self._topology.tp * late.control_s)
+        return max(costs.total_s for costs in self._costs) + tasks * self._dispatch_s + late_s
 
     def run_step(self) -> Simulated:
         """Run one training step. Blocks; not from inside a running event loop.
@@ -115,10 +135,11 @@ class VirtualCluster:
 
     async def _run_step(self) -> Simulated:
         loop = asyncio.get_running_loop()
-        ranks = range(self._topology.world_size)
-        hub, fabric = InprocHub(len(ranks)), LoopbackFabric()
+        shared = _Shared(self._topology)
         with ExitStack() as resources:
-            cluster = [self._rank(rank, hub, fabric, resources) for rank in ranks]
+            cluster = [
+                self._rank(rank, shared, resources) for rank in range(self._topology.world_size)
+            ]
             begun_s = loop.time()
             try:
                 async with asyncio.TaskGroup() as group:
@@ -131,16 +152,22 @@ class VirtualCluster:
             makespan_s = loop.time() - begun_s
         return Simulated(makespan_s, tuple(step.result() for step in steps))
 
-    def _rank(
-        self, rank: int, hub: InprocHub, fabric: LoopbackFabric, resources: ExitStack
-    ) -> "_Rank":
+    def _rank(self, rank: int, shared: "_Shared", resources: ExitStack) -> "_Rank":
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualLoop)
-        bus = hub.open(rank)
+        costs = self._costs_of(rank)
+        bus: Bus = shared.hub.open(rank)
+        if self._lateness.control_s:
+            bus = DelayedBus(bus, self._lateness.control_s)
         resources.callback(bus.close)
-        wires = Wires(bus, DelayedLoopback(fabric, loop.time))
+        transfer = DelayedLoopback(shared.fabric, loop.time, self._lateness)
+        wires = Wires(bus, transfer, replicas=shared.replicas(rank))
         device = CostModelDevice(
-            self._costs, loop.time, dispatch_s=self._dispatch_s, done=self._done
+            costs,
+            loop.time,
+            dispatch_s=self._dispatch_s,
+            done=self._done,
+            meet=shared.meet(rank),
         )
         world = World(
             rank,
@@ -166,7 +193,7 @@ class VirtualCluster:
             wires=wires,
             config=self._config,
             stages={
-                stage: CostModelStage(stage, self._topology, self._costs, split=self._config.splits)
+                stage: CostModelStage(stage, self._topology, costs, split=self._config.splits)
                 for stage in self._topology.stages_of(coordinates(self._topology, rank).pp)
             },
             recorder=recorder,
@@ -174,14 +201,70 @@ class VirtualCluster:
         )
         return _Rank(dispatcher, session, recorder, loop.time)
 
+    def _costs_of(self, rank: int) -> Costs:
+        return self._costs[coordinates(self._topology, rank).dp]
+
     def _is_first(self, rank: int) -> bool:
         return coordinates(self._topology, rank).pp == self._topology.rank_of(0)
 
     def _request(self, rank: int) -> StepRequest:
-        microbatches = self._costs.microbatches
+        microbatches = self._microbatches
         args = (torch.empty(microbatches, 1),) if self._is_first(rank) else ()
         batch = Batch(args, {}, None, microbatches)
         return StepRequest(True, True, 0, 0, True, batch=lambda: _given(batch))
+
+
+def costs_of_replicas(costs: Costs | Sequence[Costs], topology: Topology) -> tuple[Costs, ...]:
+    """The costs of each replica.
+
+    Raises:
+        ValueError: If there are not as many as replicas, or they are not of the topology's stages
+            and the same number of microbatches.
+    """
+    listed = (costs,) * topology.dp if isinstance(costs, Costs) else tuple(costs)
+    if len(listed) != topology.dp:
+        raise ValueError(
+            f"{len(listed)} costs were given for dp={topology.dp} replicas: give one for each, or "
+            f"one for all"
+        )
+    for one in listed:
+        if one.stages != topology.num_stages:
+            raise ValueError(
+                f"costs are of {one.stages} stages, the topology has {topology.num_stages}: give "
+                f"as many of both"
+            )
+        if one.microbatches != listed[0].microbatches:
+            raise ValueError(
+                f"replicas have {listed[0].microbatches} and {one.microbatches} microbatches: give "
+                f"as many to each"
+            )
+    return listed
+
+
+class _Shared:
+    """What the ranks of a step share: mailboxes, links, and where groups meet."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.hub, self.fabric = InprocHub(topology.world_size), LoopbackFabric()
+        self._topology = topology
+        ranks = range(topology.world_size)
+        self._tp = {group: Rendezvous(group) for group in {tp_group(topology, r) for r in ranks}}
+        self._dp = {
+            group: ReplicaTable(len(group)) for group in {dp_group(topology, r) for r in ranks}
+        }
+
+    def meet(self, rank: int) -> Callable[[TaskId], Awaitable[None]] | None:
+        """Waits, as `rank`, for its tensor-parallel group in a task; None where it is alone."""
+        if self._topology.tp == 1:
+            return None
+        return partial(self._tp[tp_group(self._topology, rank)].enter, rank)
+
+    def replicas(self, rank: int) -> VirtualReplicas | None:
+        """The place of `rank` among its replicas; None where it has none."""
+        if self._topology.dp == 1:
+            return None
+        group = dp_group(self._topology, rank)
+        return VirtualReplicas(self._dp[group], group.index(rank))
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,7 @@ def draw_costs(
     seed: int,
     task_s: float = TASK_S,
     encoder_scale: float = 1.0,
+    replica: int = 0,
 ) -> Costs:
     """Draw the costs of a step; the same arguments give the same costs.
 
@@ -192,6 +193,7 @@ def draw_costs(
         seed: Of the draws.
         task_s: What F, I and W take each on an ordinary stage, in seconds; 10 ms.
         encoder_scale: How many times as long the encoder's stages take, in the median.
+        replica: Of the pipeline, from 0: each has jitter, delays and microbatches of its own.
 
     Raises:
         ValueError: If an argument breaks its rule.
@@ -203,7 +205,8 @@ def draw_costs(
             raise ValueError(
                 f"{name}={seconds} must be seconds, at least 0 and at most {_MOST_S:g}"
             )
-    draws = partial(_source, seed, stages, microbatches)  # a stream for each table
+    source = f"{seed}/{replica}" if replica else f"{seed}"
+    draws = partial(_source, source, stages, microbatches)  # a stream for each table
     factors = _factors(stages, microbatches, spread, encoder_scale, draws("encoder"))
     times = tuple(tuple(factor * task_s for factor in row) for row in factors)
     kinds = [_jittered(times, JITTERS[jitter], draws(kind)) for kind in "FIW"]
@@ -213,7 +216,7 @@ def draw_costs(
     return Costs(*kinds, *delays)
 
 
-def _source(seed: int, stages: int, microbatches: int, what: str) -> random.Random:
+def _source(seed: str, stages: int, microbatches: int, what: str) -> random.Random:
     return random.Random(f"{seed}/{stages}/{microbatches}/{what}")
 
 

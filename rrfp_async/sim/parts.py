@@ -6,7 +6,7 @@ cost; a tensor is one number, its own delay, so the transfer knows how long it i
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,8 @@ from rrfp_async.gpu.loopback import LoopbackFabric, LoopbackTransfer
 from rrfp_async.gpu.transfer import spec_of
 from rrfp_async.ids import Edge, Link, TaskId
 from rrfp_async.sim.costs import Costs
+from rrfp_async.sim.lateness import PUNCTUAL, Lateness
+from rrfp_async.sim.rendezvous import MEETING_KINDS
 from rrfp_async.tasks.boundary import Activation, Export, Outgoing
 from rrfp_async.tasks.stage import Stage, StageInputs
 from rrfp_async.topology import Topology
@@ -82,15 +84,24 @@ class CostModelDevice(Device):
         clock: The virtual one.
         dispatch_s: What it costs to dispatch a task, in seconds, before its own time.
         done: Called when a task is done.
+        meet: Waits until all ranks that compute a task together have begun it; None for a rank that
+            computes alone. This is no part of the task's time.
     """
 
     def __init__(
-        self, costs: Costs, clock: Clock, *, dispatch_s: float, done: Callable[[], None]
+        self,
+        costs: Costs,
+        clock: Clock,
+        *,
+        dispatch_s: float,
+        done: Callable[[], None],
+        meet: Callable[[TaskId], Awaitable[None]] | None = None,
     ) -> None:
         self._costs = costs
         self._clock = clock
         self._dispatch_s = dispatch_s
         self._done = done
+        self._meet = meet
 
     @property
     def torch_device(self) -> torch.device:
@@ -104,6 +115,8 @@ class CostModelDevice(Device):
             return Computed(value, self._clock(), self._clock())
         if self._dispatch_s:
             await asyncio.sleep(self._dispatch_s)
+        if self._meet is not None and task.kind in MEETING_KINDS:
+            await self._meet(task)
         started_s = self._clock()
         await asyncio.sleep(self._costs.task_s(task))
         self._done()
@@ -119,14 +132,19 @@ class DelayedLoopback(LoopbackTransfer):
     A delay is latency, not occupancy: tensors of one link are under way together.
     """
 
-    def __init__(self, fabric: LoopbackFabric, clock: Clock) -> None:
+    def __init__(self, fabric: LoopbackFabric, clock: Clock, lateness: Lateness = PUNCTUAL) -> None:
         super().__init__(fabric, _CPU)
         self._clock = clock
+        self._lateness = lateness
+        self._skews: dict[Link, Callable[[], float]] = {}
         self._last_arrival_s: defaultdict[Link, float] = defaultdict(float)
 
     async def send(self, link: Link, sequence: int, tensors: Sequence[torch.Tensor]) -> None:
         """Arrive after the delay, and not before what was sent earlier on the link."""
-        arrival_s = max(self._clock() + float(tensors[0]), self._last_arrival_s[link])
+        if link not in self._skews:
+            self._skews[link] = self._lateness.skews(link)
+        delay_s = float(tensors[0]) + self._skews[link]()
+        arrival_s = max(self._clock() + delay_s, self._last_arrival_s[link])
         self._last_arrival_s[link] = arrival_s
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()

@@ -22,6 +22,8 @@ RESULT_KEYS = {
     "blocking_s",
     "blocking_fraction",
     "peak_in_flight",
+    "tp_wait_share",
+    "tp_retries",
     "wall_s",
 }
 
@@ -42,6 +44,16 @@ BAD_OPTIONS = [
     (["--dispatch-cost", "-0.1"], "-0.1 must be"),
     (["--dispatch-cost", "nan"], "nan must be"),
     (["--dispatch-cost", "inf"], "inf must be"),
+    (["--tp", "0"], "tp=0 must be"),
+    (["--tp", "-2"], "tp=-2 must be"),
+    (["--dp", "0"], "dp=0 must be"),
+    (["--tp-protocol", "vote"], "tp_protocol='vote' must be"),
+    (["--control-delay", "-0.1"], "control delay -0.1 must be"),
+    (["--control-delay", "nan"], "control delay nan must be"),
+    (["--control-delay", "inf"], "control delay inf must be"),
+    (["--skew", "-0.1"], "skew -0.1 must be"),
+    (["--skew", "nan"], "skew nan must be"),
+    (["--skew", "inf"], "skew inf must be"),
     (["--stages", "0"], "stages=0 must be"),
     (["--stages", "-3"], "stages=-3 must be"),
     (["--microbatches", "0"], "microbatches=0 must be"),
@@ -149,6 +161,32 @@ def test_the_seed_decides_the_draw(commands: Commands) -> None:
     for result in results:
         del result["wall_s"]
     assert results[0] == results[1] != results[2]
+
+
+def test_groups_and_replicas_have_a_number_for_each_of_their_ranks(commands: Commands) -> None:
+    """The seed is the skew's too, also beside costs from a file; each replica draws its own."""
+    sizes = ("--stages", "3", "--microbatches", "4", "--jitter", "J3", "--tp", "2", "--dp", "2")
+    result = commands.simulate(*sizes)
+    assert len(result["compute_s"]) == len(result["peak_in_flight"]) == 12
+    assert result["compute_s"][0] == result["compute_s"][1] != result["compute_s"][2]
+    assert (result["tp_wait_share"], result["tp_retries"]) == (0.0, 0)
+    costs = ("--costs", commands.costs(even(3, 4)), "--tp", "2", "--skew", "0.5")
+    spans = [commands.simulate(*costs, "--seed", seed)["makespan_s"] for seed in ("1", "1", "2")]
+    assert spans[0] == spans[1] != spans[2]
+
+
+def test_a_delay_of_control_messages_is_told_as_waiting(commands: Commands) -> None:
+    """All-gather waits before every task, the leader hardly; one column agrees with nobody."""
+    costs = ("--costs", commands.costs(even(3, 6)), "--control-delay", "0.125", "--hint", "bf")
+    alone, leader, allgather = (
+        commands.simulate(*costs, "--tp", tp, "--tp-protocol", protocol)
+        for tp, protocol in (("1", "allgather"), ("2", "leader"), ("2", "allgather"))
+    )
+    assert alone["tp_wait_share"] == 0.0
+    assert 0.0 < leader["tp_wait_share"] < allgather["tp_wait_share"]
+    waited_s = allgather["tp_wait_share"] * allgather["makespan_s"]
+    assert waited_s == pytest.approx(12 * 0.125)
+    assert alone["makespan_s"] < leader["makespan_s"] < allgather["makespan_s"]
 
 
 def test_a_replay_of_a_simulation_is_that_simulation(commands: Commands, tmp_path: Path) -> None:
