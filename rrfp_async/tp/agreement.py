@@ -29,8 +29,9 @@ class Agreed:
     Attributes:
         number: Of the decision within the step, from 0.
         decision: The choice.
-        ready_s: When the last of the group had what the task needs from other ranks, in seconds
-            of the first rank's clock, once committed of this rank's; 0.0 if it needs nothing.
+        ready_s: When the last of the group had what the task needs from other ranks, and there
+            was room for it under the limit, in seconds of the first rank's clock, once committed
+            of this rank's; 0.0 if it needs nothing.
         retries: How often the group had been of several minds since the last decision.
     """
 

@@ -47,6 +47,7 @@ def make_agreement(
             members=members,
             measured=frontier.backpressure,
             ahead=config.activation_budget_bytes is None,
+            clock=clock,
         )
     return LeaderAgreement(
         frontier,

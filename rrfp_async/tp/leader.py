@@ -162,6 +162,7 @@ class Decider:
         measured: The backpressure of the leader's rank as it runs, whose measurements count.
         ahead: Whether the next task may be decided before what runs is done. It may not where
             what that is measured to keep decides about the next.
+        clock: The first rank's.
 
     Attributes:
         frontier: As given.
@@ -174,8 +175,11 @@ class Decider:
         members: Collection[int],
         measured: Backpressure,
         ahead: bool,
+        clock: SharedClock,
     ) -> None:
         self.frontier = frontier
+        self._clock = clock
+        self._was_held_back = False
         self._members = frozenset(members)
         self._measured = measured
         self._may_be_ahead = ahead
@@ -190,6 +194,7 @@ class Decider:
         self._arrivals.clear()
         self._absent = defaultdict(lambda: set(self._members))
         self._number = self._unfinished = 0
+        self._was_held_back = False
 
     def end_step(self) -> None:
         """Forget a step that may have failed."""
@@ -222,6 +227,7 @@ class Decider:
         decision = arbiter.choose()
         task = decision.task
         if task is None:
+            self._was_held_back = decision.reason is Reason.BACKPRESSURE
             return None
         if task.kind is TaskKind.W and self._unfinished and not arbiter.is_fixed:
             return None
@@ -229,7 +235,10 @@ class Decider:
         self.frontier.completed(task)
         self._unfinished += 1
         self._number += 1
-        return Agreed(self._number - 1, decision, self._arrivals.last_s(task))
+        ready_s = self._arrivals.last_s(task)
+        if self._was_held_back:  # there is room for it since now
+            ready_s, self._was_held_back = self._clock.now_s(), False
+        return Agreed(self._number - 1, decision, ready_s)
 
     def finished(self) -> None:
         """A decided task is done on the leader's rank."""
