@@ -21,14 +21,13 @@ import torch
 from digest import combined_digest, gradient_digests
 from gpt import loss_fn
 from optimizer import make_optimizer, make_zero1
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from text import load_text, sample
 
 import rrfp_async
 from rrfp_async.hints import FILES, HINTS
 
-OnStep = Callable[[int, float], None]
+OnStep = Callable[..., None]
+"""Told the number and the loss of a step and, of a pipeline's, its result."""
 
 
 @dataclass
@@ -148,7 +147,7 @@ async def train_rank(
             history.losses.append(result.loss)
             history.step_s.append(result.step_s)
             if world.rank == 0:
-                on_step(step, result.loss)
+                on_step(step, result.loss, result)
     for stage in stages:
         history.note_gradients(stage, dp=world.place.dp, tp=world.place.tp)
     return history
@@ -253,24 +252,17 @@ def report(recipe: Recipe, options: argparse.Namespace, history: History) -> str
 
 
 def _train(recipe: Recipe, options: argparse.Namespace, way: Train) -> History:
-    """Train with a progress bar on a terminal, and with lines elsewhere."""
+    """Train, and show how it goes."""
     text = load_text(options.data)
-    console = Console(stderr=True)
-    if not console.is_terminal or not is_first():
+    with rrfp_async.Progress(options.steps) as progress:
 
-        def tell(step: int, loss: float) -> None:
-            if step % 5 == 0 or step == options.steps - 1:
-                print(f"step {step + 1:>3}/{options.steps}  loss {loss:.4f}", file=sys.stderr)
+        def tell(step: int, loss: float, result: rrfp_async.StepResult | None = None) -> None:
+            if result is not None:
+                progress.step(result)
+            elif is_first() and (step % 5 == 4 or step == options.steps - 1):
+                print(f"step {step + 1}/{options.steps}  loss {loss:.4f}", file=sys.stderr)
 
         return way(recipe, options, text, tell)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        bar = progress.add_task("loss", total=options.steps)
-
-        def advance(_step: int, loss: float) -> None:
-            progress.update(bar, advance=1, description=f"loss {loss:.4f}")
-
-        return way(recipe, options, text, advance)
 
 
 def under_torchrun() -> bool:

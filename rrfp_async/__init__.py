@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from rrfp_async.hints import Admissible, HintOrder, RankedHint, Schedule
     from rrfp_async.ids import Edge, TaskId, TaskKind
     from rrfp_async.launch import run, run_local
+    from rrfp_async.metrics import Metrics
     from rrfp_async.partition import split_sequential
+    from rrfp_async.progress import Progress
     from rrfp_async.result import StepResult
     from rrfp_async.runtime import Runtime
     from rrfp_async.tasks.batch import Microbatches
@@ -47,8 +49,10 @@ _ROOM_OF = {
     "Delays": "gpu.delays",
     "Edge": "ids",
     "HintOrder": "hints",
+    "Metrics": "metrics",
     "Microbatches": "tasks.batch",
     "Phase": "tasks.generators",
+    "Progress": "progress",
     "ProtocolError": "errors",
     "REPLICATE": "tasks.chunk_spec",
     "RankedHint": "hints",
@@ -88,8 +92,10 @@ __all__ = [
     "Delays",
     "Edge",
     "HintOrder",
+    "Metrics",
     "Microbatches",
     "Phase",
+    "Progress",
     "ProtocolError",
     "RankedHint",
     "RrfpError",

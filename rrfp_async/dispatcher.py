@@ -24,13 +24,14 @@ from rrfp_async.executor import Executor
 from rrfp_async.frontier import Frontier
 from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
+from rrfp_async.metrics import Meter
 from rrfp_async.outbox import Outbox
 from rrfp_async.reduction import Reduction
 from rrfp_async.session import FIRST_RANK, Session
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.kinds import deliver
 from rrfp_async.tasks.stage import Stage
-from rrfp_async.tasks.step import StepReport, StepRequest, stage_inputs
+from rrfp_async.tasks.step import RankTimes, StepReport, StepRequest, stage_inputs
 from rrfp_async.tp.group import make_agreement
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.recorder import Recorder
@@ -57,6 +58,7 @@ class Dispatcher:
         stages: Mapping[int, Stage],
         recorder: Recorder,
         session: Session,
+        meter: Meter | None = None,
     ) -> None:
         topology = world.topology
         self._world = world
@@ -75,6 +77,8 @@ class Dispatcher:
         self._recorder = recorder
         watched = (frontier.arbiter, frontier.ready_set, frontier.backpressure)
         recorder.watch(*watched, splits=config.splits)
+        meter = Meter() if meter is None else meter
+        meter.watch(wires.bus, wires.transfer, frontier, recorder)
         self._stall_timeout_s = config.stall_timeout_s
         self._wake = asyncio.Event()
         self._clock = SharedClock(world.clock)
@@ -125,6 +129,7 @@ class Dispatcher:
             recorder=recorder,
             reduce=self._reduce,
             wake=self._wake,
+            meter=meter,
             ahead=config.activation_budget_bytes is None,
         )
 
@@ -215,12 +220,14 @@ class Dispatcher:
             if request.report is not None:
                 told = (await self._world.device.run(request.report)).value
             done = clock()
-            loss, verdict = await self._session.end(own_loss, told)
+            spent = (accounts.compute_s, accounts.blocking_s, accounts.coordination_s)
+            loss, verdict = await self._session.end(own_loss, told, spent)
         self._executor.waited_for_others(done)
         outputs = [output for stage in self._stages.values() for output in stage.outputs()]
         spent = (accounts.compute_s, accounts.blocking_s, accounts.coordination_s)
         peak, agreement = self._frontier.backpressure.peak, self._executor.agreement_report
-        return StepReport(number, loss, losses, outputs, *spent, peak, verdict, agreement)
+        ranks = tuple(RankTimes(*times) for times in self._session.spent_s)
+        return StepReport(number, loss, losses, outputs, *spent, peak, verdict, agreement, ranks)
 
     async def _align_clocks(self) -> None:
         """Before the first step, find out how this rank's clock relates to the first one's."""
@@ -241,13 +248,9 @@ class Dispatcher:
     def _check_sizes(self, own: tuple[int, ...] | None, sizes: tuple[int, ...]) -> None:
         if own is not None and own != sizes:
             raise ValueError(
-                f"rank {self._world.rank}{self._replica()} was given microbatches of {list(own)} "
+                f"{self._world.called} was given microbatches of {list(own)} "
                 f"samples, rank 0 of {list(sizes)}: give as many on every rank that takes inputs"
             )
-
-    def _replica(self) -> str:
-        world = self._world
-        return f" (replica {world.place.dp})" if world.topology.dp > 1 else ""
 
     def _begin(
         self,

@@ -20,6 +20,7 @@ from rrfp_async.errors import StepFailed
 from rrfp_async.frontier import Frontier
 from rrfp_async.gpu.ambient import Ambient
 from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.metrics import Meter
 from rrfp_async.outbox import Outbox
 from rrfp_async.session import Session
 from rrfp_async.tasks.kinds import KINDS, Outcome, TaskContext, TaskCoroutine
@@ -56,6 +57,7 @@ class Executor:
         recorder: Recorder,
         reduce: Callable[[TaskId], Awaitable[None]],
         wake: asyncio.Event,
+        meter: Meter,
         ahead: bool,
     ) -> None:
         self.accounts = Accounts(world.clock)
@@ -75,6 +77,7 @@ class Executor:
         self._recorder = recorder
         self._reduce_gradients = reduce
         self._wake = wake
+        self._meter = meter
         self._ahead = ahead and self._device.takes_back
         self._agreed: dict[TaskId, Agreed] = {}
         self._given: dict[TaskId, TaskCoroutine] = {}
@@ -236,6 +239,7 @@ class Executor:
             self._agreed[task] = agreed
         self._journal.note("dispatched", task)
         self._recorder.dispatched(decision, waited_s)
+        self._meter.idle.observe(waited_s)
 
     def _complete(self, task: TaskId) -> None:
         """What waits for `task` on this rank may run: on its device it comes after it."""
@@ -282,6 +286,7 @@ class Executor:
         self._journal.note("completed", task)
         self._note_agreement(task, outcome.computed.started_s)
         held_s = self.accounts.computed(outcome.computed.started_s, finished_s)
+        self._meter.tasks[task.kind].observe(held_s)
         self._recorder.ran(task, finished_s - held_s, finished_s)
         self._frontier.backpressure.measured(
             task_s=held_s, kept_bytes=most_kept(self._stages.values())

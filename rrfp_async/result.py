@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rrfp_async.tasks.step import StepReport
+from rrfp_async.tasks.step import RankTimes, StepReport
 from rrfp_async.tp.agreement import AgreementReport
 
 
@@ -30,6 +30,7 @@ class StepResult:
         other_s: The rest: dispatching, hand-offs between threads, splitting, the optimizer.
         peak_in_flight: Most forwards at once whose gradient was not yet accumulated.
         agreement: What agreeing on tasks came to; None where a rank computes its stages alone.
+        ranks: What every rank did until its tasks were done, on rank 0; elsewhere empty.
     """
 
     loss: float | None
@@ -44,6 +45,7 @@ class StepResult:
     other_s: float
     peak_in_flight: int
     agreement: AgreementReport | None = None
+    ranks: tuple[RankTimes, ...] = ()
 
 
 def result_of(report: StepReport, step_s: float) -> StepResult:
@@ -61,4 +63,5 @@ def result_of(report: StepReport, step_s: float) -> StepResult:
         step_s - sum(spent),
         report.peak_in_flight,
         report.agreement,
+        report.ranks,
     )

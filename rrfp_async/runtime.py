@@ -24,6 +24,8 @@ from rrfp_async.dispatcher import Dispatcher
 from rrfp_async.errors import StateError
 from rrfp_async.feed import Feed
 from rrfp_async.grid import counted_ranks
+from rrfp_async.guard import Guard
+from rrfp_async.metrics import Meter, Metrics
 from rrfp_async.result import StepResult, result_of
 from rrfp_async.session import Session
 from rrfp_async.tasks.build import MakeOptimizer, build_optimizer, build_stages, build_update
@@ -144,8 +146,8 @@ class Runtime:
         self._session: Session | None = None
         self._bus: Bus | None = None
         self._recorder = Recorder()
-        self._busy = self._closed = False
-        self._failure: BaseException | None = None
+        self._guard = Guard(world)
+        self._meter = Meter()
         self._gradients_used = True
 
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -155,7 +157,7 @@ class Runtime:
 
     async def __aenter__(self) -> Self:
         """Open the connections and the trace; between processes, wait for every other rank."""
-        if self._closed or self._dispatcher is not None:
+        if self._guard.closed or self._dispatcher is not None:
             raise StateError("this Runtime was opened before: build a new one")
         try:
             await self._start()
@@ -195,6 +197,7 @@ class Runtime:
             stages=self._stages,
             recorder=self._recorder,
             session=self._session,
+            meter=self._meter,
         )
 
     async def __aexit__(
@@ -203,14 +206,14 @@ class Runtime:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is not None and self._session is not None and self._failure is None:
+        if error is not None and self._session is not None and self._guard.failure is None:
             self._recorder.failed(self._session.tell_failure(error), None)
         await self.close()
 
     async def close(self) -> None:
         """Tell the other ranks, close the connections and the trace. Twice is harmless."""
-        self._closed = True
-        if self._failure is not None and self._world.end_collectives is not None:
+        self._guard.closed = True
+        if self._guard.failure is not None and self._world.end_collectives is not None:
             await surely(self._world.end_collectives)
         await self._resources.aclose()
 
@@ -238,7 +241,7 @@ class Runtime:
 
         Cancelling ends the step on every rank; the Runtime then takes no further steps.
         """
-        return await self._guarded(self._train(args, kwargs, target, update))
+        return await self._guarded(self._train(args, kwargs, target, update), "train")
 
     async def eval_step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Run forwards only, in eval mode and without gradients; otherwise as `train_step`.
@@ -246,7 +249,7 @@ class Runtime:
         The target may be absent: then there is no loss. Parameters, their gradients and the
         modules' training modes are as before.
         """
-        return await self._guarded(self._evaluate(args, kwargs, target))
+        return await self._guarded(self._evaluate(args, kwargs, target), "eval")
 
     async def save(self, path: str | PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
         """Write all ranks' state as one checkpoint of torch.distributed.checkpoint.
@@ -307,14 +310,14 @@ class Runtime:
 
     @contextmanager
     def _between_steps(self) -> Iterator[Checkpointer]:
-        self._check_state()
-        if self._checkpointer is None:
-            raise StateError("this Runtime is not open: use `async with Runtime(...) as runtime:`")
-        self._busy = True
+        self._guard.check()
+        self._open()
+        assert self._checkpointer is not None  # an open Runtime has one
+        self._guard.busy = True
         try:
             yield self._checkpointer
         finally:
-            self._busy = False
+            self._guard.busy = False
 
     async def _train(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, update: bool
@@ -356,46 +359,34 @@ class Runtime:
                 raise
             raise self._session.failed(error, step=step) from error
 
-    async def _guarded(self, step: Coroutine[Any, Any, StepReport]) -> StepResult:
+    def metrics(self) -> Metrics:
+        """Counters, gauges and histograms since the Runtime was opened; StateError before that."""
+        return self._meter.snapshot()
+
+    async def _guarded(self, step: Coroutine[Any, Any, StepReport], mode: str) -> StepResult:
         """Run a step if the Runtime's state allows it; tell every rank if it fails."""
         try:
-            self._check_state()
+            self._guard.check()
+            self._open()
         except StateError:
             step.close()
             raise
-        self._busy, begun = True, self._world.clock()
+        self._guard.busy, begun = True, self._world.clock()
         self._recorder.open_step(begun)
         try:
             result = result_of(await step, self._world.clock() - begun)
             self._recorder.end_step(result)
+            self._meter.stepped(mode, result)
             return result
         except BaseException as error:
-            self._failure = error
+            self._guard.failure = error
             if self._session is not None and self._bus is not None:
                 failed = self._session.tell_failure(error)
                 self._recorder.failed(failed, self._open().report_at_end)
                 self._bus.close()  # whom the message cannot reach sees the end instead
             raise
         finally:
-            self._busy = False
-
-    def _check_state(self) -> None:
-        if self._closed:
-            raise StateError("this Runtime is closed and takes no further steps: build a new one")
-        if self._failure is not None:
-            raise StateError(
-                f"this Runtime failed ({type(self._failure).__name__}: {self._failure}) and takes "
-                f"no further steps: build a new one on every rank"
-            ) from self._failure
-        if self._busy:
-            raise StateError("a step, save or load is running on this Runtime: await it first")
-        shared = self._world.begins_together and self._world.topology.world_size > 1
-        if shared and torch.is_autocast_enabled(self._world.device.torch_device.type):
-            raise StateError(
-                "torch.autocast is set for the thread of this loop, which other ranks' steps run "
-                "on too: with several ranks in a process, use it inside the stages' forward"
-            )
-        self._open()
+            self._guard.busy = False
 
     def _open(self) -> Dispatcher:
         if self._dispatcher is None:
@@ -403,5 +394,5 @@ class Runtime:
         return self._dispatcher
 
     def __del__(self) -> None:
-        if getattr(self, "_dispatcher", None) is not None and not self._closed:
+        if getattr(self, "_dispatcher", None) is not None and not self._guard.closed:
             warnings.warn("a Runtime was never closed", ResourceWarning, stacklevel=2)

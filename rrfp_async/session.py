@@ -151,21 +151,31 @@ class Session:
         return await self._clock_probe.measure()
 
     async def end(
-        self, loss: float | None, gradients: GradientReport | None = None
+        self,
+        loss: float | None,
+        gradients: GradientReport | None = None,
+        spent_s: tuple[float, ...] = (),
     ) -> tuple[float | None, Verdict | None]:
-        """Say that this rank's tasks are done, with the loss if it lives here; wait for all others.
+        """Say that this rank's tasks are done, as `RankDone` tells it; wait for all others.
 
         Returns:
             The step's loss, equal on every rank; None for an evaluation without a target. And how
             to update, also equal; None if no rank reported on its gradients.
         """
-        done = RankDone(self.steps_done, loss, gradients)
+        done = RankDone(self.steps_done, loss, gradients, spent_s)
         if self._rank == FIRST_RANK:
             self._on_rank_done(self._rank, done)
         else:
             self._bus.send_nowait(FIRST_RANK, done)
         ended = await self._ended
         return ended.loss, ended.verdict
+
+    @property
+    def spent_s(self) -> tuple[tuple[float, ...], ...]:
+        """Of the step that has ended, every rank's times; known to the first rank only."""
+        if self._rank != FIRST_RANK:
+            return ()
+        return tuple(self._done[rank].spent_s for rank in range(self._world_size))
 
     def report_progress(self, events: int, report: str) -> None:
         """Tell how far this rank is; `report` is what it waits for, if nothing has happened.

@@ -119,6 +119,12 @@ class World:
     progress_every_s: float = 5.0
 
     @property
+    def called(self) -> str:
+        """This rank in messages, with its replica where there are several."""
+        replica = f" (replica {self.place.dp})" if self.topology.dp > 1 else ""
+        return f"rank {self.rank}{replica}"
+
+    @property
     def place(self) -> Coordinates:
         """Where this rank stands among pp x dp x tp."""
         return coordinates(self.topology, self.rank)

@@ -34,7 +34,7 @@ from rrfp_async.bus.messages import (
 from rrfp_async.errors import CodecError
 from rrfp_async.ids import Edge, Layout, Link, Plain, TaskId, TaskKind, TensorSpec
 
-VERSION = 5
+VERSION = 6
 """Version of the wire format; frames of another are refused."""
 
 FRAME_MOST_BYTES = 1 << 20
@@ -196,6 +196,7 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
             "step": _count,
             "loss": _optional(_float),
             "gradients": _optional(_gradients),
+            "spent_s": _list_of(_float),
         },
         StepEnd: {"step": _count, "loss": _optional(_float), "verdict": _optional(_verdict)},
         Failure: {

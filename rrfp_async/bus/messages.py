@@ -103,11 +103,13 @@ class RankDone:
         step: The step.
         loss: The batch's.
         gradients: What is to be known of the rank's gradients; None if nothing is.
+        spent_s: Seconds that the rank has computed, been blocked and coordinated in the step.
     """
 
     step: int
     loss: float | None
     gradients: GradientReport | None = None
+    spent_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

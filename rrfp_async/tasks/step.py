@@ -35,6 +35,15 @@ class StepRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What one rank did until its tasks were done, in seconds; see `StepResult`."""
+
+    compute_s: float
+    blocking_s: float
+    coordination_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """What a step came to on this rank. Times in seconds; see `runtime.StepResult`."""
 
@@ -48,6 +57,7 @@ class StepReport:
     peak_in_flight: int
     verdict: Verdict | None
     agreement: AgreementReport | None = None
+    ranks: tuple[RankTimes, ...] = ()
 
 
 def stage_inputs(

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from types import MappingProxyType
-from typing import Protocol
 
 from rrfp_async.arbiter import Arbiter, Decision, Reason
 from rrfp_async.backpressure import Backpressure
@@ -20,6 +19,7 @@ from rrfp_async.grid import Column, coordinates
 from rrfp_async.ids import Edge, TaskId, TaskKind
 from rrfp_async.ready_set import ReadySet
 from rrfp_async.topology import Topology
+from rrfp_async.trace.outcomes import Sized, StepTimes
 from rrfp_async.trace.records import (
     SCHEMA,
     AgreementRecord,
@@ -55,46 +55,6 @@ _CAUSES = MappingProxyType(
 _FREEING = (TaskKind.B, TaskKind.W, TaskKind.I)
 
 
-class Sized(Protocol):
-    """A tensor, as far as a record goes."""
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes, in bytes."""
-
-
-class StepTimes(Protocol):
-    """What a step came to; see `StepResult`."""
-
-    @property
-    def step_s(self) -> float:
-        """All of it; the next four sum to it."""
-
-    @property
-    def compute_s(self) -> float:
-        """Tasks held the device."""
-
-    @property
-    def blocking_s(self) -> float:
-        """The device had nothing to do."""
-
-    @property
-    def coordination_s(self) -> float:
-        """The ranks agreed."""
-
-    @property
-    def other_s(self) -> float:
-        """The rest."""
-
-    @property
-    def loss(self) -> float | None:
-        """The batch's."""
-
-    @property
-    def peak_in_flight(self) -> int:
-        """The most forwards at once."""
-
-
 class Recorder:
     """Told everything, keeps nothing. Every method is cheap and none raises.
 
@@ -105,6 +65,11 @@ class Recorder:
 
     keeps = False
     run_begun = False
+
+    @property
+    def lost(self) -> int:
+        """Records that could not be written."""
+        return 0
 
     def watch(
         self, arbiter: Arbiter, ready_set: ReadySet, backpressure: Backpressure, *, splits: bool
@@ -225,6 +190,11 @@ class LoggingRecorder(Recorder):
         self._idle: IdleRecord | None = None  # begun, and may go on
         self._idle_until_s = 0.0
         self._ended = False
+
+    @property
+    def lost(self) -> int:
+        """As the trace counts them."""
+        return self._trace.statistics()["lost"]
 
     def watch(
         self, arbiter: Arbiter, ready_set: ReadySet, backpressure: Backpressure, *, splits: bool

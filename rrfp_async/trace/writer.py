@@ -42,6 +42,10 @@ class Trace(ABC):
     def flush(self) -> None:  # noqa: B027 - nothing waits
         """Have what is pending written now, not soon. Does not wait for it."""
 
+    def statistics(self) -> dict[str, int]:
+        """Counts of records written, pending and lost."""
+        return {"written": 0, "pending": 0, "lost": 0}
+
     @abstractmethod
     def close(self) -> None:
         """Write what is pending, within a bounded time."""

@@ -55,7 +55,7 @@ messages = st.one_of(
         st.none() | st.binary(max_size=200),
         layouts,
     ),
-    st.builds(RankDone, counts, st.none() | floats, st.none() | reports),
+    st.builds(RankDone, counts, st.none() | floats, st.none() | reports, many(floats)),
     st.builds(StepEnd, counts, st.none() | floats, st.none() | verdicts),
     st.builds(
         Failure,
