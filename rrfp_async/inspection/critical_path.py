@@ -44,6 +44,7 @@ class Hop:
         transfer: What brought its input, if that was it.
         way_s: How long that took, from the task that made it.
         idle: The idle span right before it.
+        member: The rank that lacked the input: this one, or another that runs the task with it.
     """
 
     rank: int
@@ -54,6 +55,7 @@ class Hop:
     transfer: TransferSpan | None = None
     way_s: float = 0.0
     idle: IdleSpan | None = None
+    member: int | None = None
 
 
 class Fault(enum.Enum):
@@ -146,12 +148,12 @@ def _hop(run: Run, rank: int, span: TaskSpan) -> Hop:
     assert step is not None  # the span is from it
     idle = _idle_before(step, span)
     before = _before_on_device(step, span)
-    received = _last_input(step, span)
+    received, member = _last_of_group(run, step, span)
     free_s = before.end_s if before else -float("inf")
     if received is not None and received.end_s > free_s:
         why = Why.GRADIENT if is_backward(received.task.kind) else Why.ACTIVATION
         way_s = latency_s(run, received)
-        return Hop(rank, span, why, received.task, received.peer, received, way_s, idle)
+        return Hop(rank, span, why, received.task, received.peer, received, way_s, idle, member)
     if before is not None and span.start_s - before.end_s <= _GAP_S:
         return Hop(rank, span, Why.DEVICE, before.task, rank, idle=idle)
     if idle is not None and idle.waits and idle.waits[0].rank not in (None, rank):
@@ -160,6 +162,16 @@ def _hop(run: Run, rank: int, span: TaskSpan) -> Hop:
     if before is None:
         return Hop(rank, span, Why.START, idle=idle)
     return Hop(rank, span, Why.OWN, before.task, rank, idle=idle)
+
+
+def _last_of_group(
+    run: Run, step: RankStep, span: TaskSpan
+) -> tuple[TransferSpan | None, int | None]:
+    """What came last of what the ranks that run the task together needed, and to which."""
+    members = (run.rank_step(rank, step.step) for rank in run.group_of(step.rank))
+    came = ((_last_input(member, span), member.rank) for member in members if member)
+    found = [(received, rank) for received, rank in came if received]
+    return max(found, key=lambda each: each[0].end_s, default=(None, None))
 
 
 def _idle_before(step: RankStep, span: TaskSpan) -> IdleSpan | None:
@@ -267,7 +279,7 @@ def _slow_transfer(hop: Hop, usual_s: float, excess_s: float) -> FirstCause:
     assert hop.transfer is not None  # the caller has looked
     return FirstCause(
         Fault.SLOW_TRANSFER,
-        hop.rank,
+        hop.rank if hop.member is None else hop.member,
         hop.transfer.task,
         edge=hop.transfer.edge,
         source=hop.transfer.peer,

@@ -261,10 +261,11 @@ def _hop_words(hop: Hop) -> str:
     match hop.why:
         case Why.ACTIVATION | Why.GRADIENT:
             assert hop.transfer is not None  # that is why
+            group = "" if hop.member in (None, hop.rank) else f" on rank {hop.member} of its group"
             return (
-                f"- {task} waited for {hop.why.value}: {hop.cause} of rank {hop.cause_rank}, there "
-                f"at {moment(hop.transfer.end_s)}, {seconds(hop.way_s)} after that had ended "
-                f"(edge {hop.transfer.edge})."
+                f"- {task} waited for {hop.why.value}{group}: {hop.cause} of rank "
+                f"{hop.cause_rank}, there at {moment(hop.transfer.end_s)}, {seconds(hop.way_s)} "
+                f"after that had ended (edge {hop.transfer.edge})."
             )
         case Why.OWN:
             return f"- {task} came after {hop.cause} on the same rank."

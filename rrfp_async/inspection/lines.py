@@ -26,6 +26,7 @@ class RunLine:
         clock_offset_s: Added to the file's times it gives rank 0's clock.
         clock_error_s: How far that may be wrong; None if it was not measured.
         simulated: Whether the times are virtual.
+        tp: How many ranks compute a stage together; they are numbered one after another.
     """
 
     rank: int
@@ -38,6 +39,7 @@ class RunLine:
     clock_offset_s: float
     clock_error_s: float | None
     simulated: bool
+    tp: int = 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,7 @@ def _run(fields: Fields, _shift_s: float) -> RunLine:
         clock_offset_s=float(fields["clock_offset_s"]),
         clock_error_s=None if error_s is None else float(error_s),
         simulated=bool(fields["simulated"]),
+        tp=int(fields.get("tp", 1)),
     )
 
 

@@ -189,6 +189,12 @@ class Run:
         trace = self.ranks.get(rank)
         return None if trace is None else trace.steps.get(step)
 
+    def group_of(self, rank: int) -> list[int]:
+        """The ranks that compute the stages of `rank` together with it, itself among them."""
+        tp = max((head.tp for head in self.heads), default=1)
+        first = rank - rank % tp
+        return list(range(first, first + tp))
+
     def ranks_of(self, stage: int) -> list[int]:
         """The ranks that own a stage: one, or several with replicas."""
         return [head.rank for head in self.heads if stage in head.owned]

@@ -56,6 +56,9 @@ def idle_words(idle: IdleSpan) -> str:
         case "fixed order":
             held = f"{names(list(idle.ready))} ready, but the fixed order has another next"
             return f"fixed order: {held}; {first}" if first else f"fixed order: {held}"
+        case "agreement":
+            held = f"{names(list(idle.ready))} ready here, but not agreed on with its group"
+            return f"agreement: {held}"
         case "others":
             return "its own tasks were done, others' were not"
     return f"{idle.cause}: {first}" if first else idle.cause
