@@ -71,7 +71,7 @@ class Averaging:
         buckets, words = looked.value
         self._compare(stage, await replicas.gather(words))
         for bucket in buckets:
-            flat = (await self._device.run(bucket.flatten)).value
+            flat = (await self._device.run(partial(bucket.flatten, replicas.size))).value
             total = await replicas.sum(flat)
             self._device.adopt([total])
             await self._device.run(partial(bucket.give_mean, total, replicas.size))

@@ -34,6 +34,7 @@ _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED_TAG = 79
 _ENDS_BY_ITSELF_S = 0.2
 _LOOK_EVERY_S = 0.01
+_LETS_GO_WITHIN_S = 0.2
 
 
 def device_mesh(
@@ -79,7 +80,7 @@ class StuckCollectives:
     def __init__(self, mesh: Any, device: Device) -> None:
         self._groups = [mesh.get_group(name) for name in DIMENSIONS[1:]]
         self._device = device
-        atexit.register(self.end)  # a thread inside gloo must not meet the interpreter's end
+        atexit.register(self._at_exit)
 
     def end(self) -> None:
         """End them, if a task runs still after a moment. Blocks for about that."""
@@ -89,6 +90,15 @@ class StuckCollectives:
                 self._cut_off()
                 return
             time.sleep(_LOOK_EVERY_S)
+
+    def _at_exit(self) -> None:
+        """A thread of gloo's that meets the interpreter's end takes the process down with it.
+
+        It may do so when all is well: it drops a collective's tensors a moment after whoever waited
+        for that went on. Nothing tells when it has.
+        """
+        self.end()
+        time.sleep(_LETS_GO_WITHIN_S)
 
     def _cut_off(self) -> None:
         """See `GroupReplicas`: gloo has no abort, but a wait that times out closes its pair."""

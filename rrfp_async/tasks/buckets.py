@@ -24,8 +24,13 @@ class Bucket:
     parameters: tuple[Parameter, ...]
 
     @torch.no_grad()
-    def flatten(self) -> torch.Tensor:
+    def flatten(self, replicas: int) -> torch.Tensor:
         """All gradients, one after another, then for each whether it is there (1) or None (0).
+
+        In float16, where a sum overflows that the mean fits in, they are divided here.
+
+        Args:
+            replicas: How many will be summed up.
 
         Returns:
             A tensor `(elements + parameters,)` of its own, in the parameters' dtype, on their
@@ -36,7 +41,10 @@ class Bucket:
         """
         parts = [_flat_gradient(parameter) for parameter in self.parameters]
         there = [float(parameter.grad is not None) for parameter in self.parameters]
-        return torch.cat([*parts, parts[0].new_tensor(there)])
+        flat = torch.cat([*parts, parts[0].new_tensor(there)])
+        if self._divides_first:
+            flat[: -len(there)] /= replicas
+        return flat
 
     @torch.no_grad()
     def give_mean(self, total: torch.Tensor, replicas: int) -> None:
@@ -47,6 +55,7 @@ class Bucket:
                 zeros in place of the others'; one that none has stays None.
             replicas: How many there are.
         """
+        after = 1 if self._divides_first else replicas
         sizes = [_local(parameter).numel() for parameter in self.parameters]
         *sums, there = torch.split(total, [*sizes, len(sizes)])
         wanted = (there != 0).tolist()
@@ -55,8 +64,12 @@ class Bucket:
                 like = parameter if parameter.grad is None else parameter.grad
                 mean = torch.empty_like(like)
                 local = _local(mean)
-                torch.div(each.view(local.shape), replicas, out=local)
+                torch.div(each.view(local.shape), after, out=local)
                 parameter.grad = mean
+
+    @property
+    def _divides_first(self) -> bool:
+        return self.parameters[0].dtype == torch.float16
 
 
 def buckets_of(

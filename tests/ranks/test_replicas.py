@@ -1,6 +1,7 @@
 """Replicas and ranks that share a stage, on real ranks: HAZARDS 17, ZeRO-1, and what goes wrong."""
 
 import json
+import os
 import signal
 from functools import cache
 from pathlib import Path
@@ -103,6 +104,14 @@ def test_the_mesh_has_the_grids_coordinates_and_its_groups_work(
             2 * (rank - 2 * dp) + 2,
             2 * (rank - tp) + 1,
         ]
+    job.assert_orderly()
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="puts threads on one CPU")
+def test_a_process_that_ends_right_after_a_collective_ends_well(launch: Launch) -> None:
+    """Its thread in gloo may be late to let go of the tensors, and must not meet the end."""
+    job = launch(4, script=WORKER, words=("1,4,1", "leave"))
+    assert job.wait(within_s=120) == [0], job.story()
     job.assert_orderly()
 
 

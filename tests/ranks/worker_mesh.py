@@ -1,13 +1,16 @@
 """A rank for tests of grids: what its mesh is, and how gradients are clipped on it.
 
-    torchrun --nproc-per-node 8 tests/ranks/worker_mesh.py PP,DP,TP [made-before | clip | boom]
+    torchrun --nproc-per-node 8 tests/ranks/worker_mesh.py PP,DP,TP [made-before|clip|boom|leave]
 
 made-before: the program has initialised torch.distributed itself. clip: three clipped steps of a
 small GPT with the example's plan, beside those of the unpartitioned model. boom: the last rank
-fails in a forward while the ranks that share its stage wait for it in theirs.
+fails in a forward while the ranks that share its stage wait for it in theirs. leave: ends right
+after a collective, whose thread gets next to no time of the one CPU that all threads share.
 """
 
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +52,16 @@ def show_mesh(world: r.World) -> None:
         sums.append(int(rank))
     names, place = list(world.mesh.mesh_dim_names), list(world.mesh.get_coordinate())
     say("mesh", names=names, place=place, sums=sums)
+
+
+def leave_behind_a_collective(group: Any) -> None:
+    """Take part in one that its own thread is late to be done with."""
+    dist.all_reduce(torch.ones(1), group=group)  # starts the threads
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {min(os.sched_getaffinity(0))})
+        if "gloo" in (thread / "comm").read_text():
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
+    dist.all_reduce(torch.ones(1), group=group)
 
 
 def reference() -> tuple[list[float], list[float]]:
@@ -114,6 +127,8 @@ def main() -> int:
             r.run(lambda: clip(world, fails=True))
         except r.RrfpError as error:
             tell_failure(error)
+    if sys.argv[2:] == ["leave"]:
+        leave_behind_a_collective(world.mesh.get_group("dp"))
     world.close()
     return 0
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from rrfp_async.tasks.buckets import Bucket, buckets_of, layout_word, value_word
 
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
 
 def parameter(*shape: int, dtype: torch.dtype = F32, gradient: float | None = 1.0) -> nn.Parameter:
@@ -38,16 +38,26 @@ def test_no_parameters_make_no_bucket() -> None:
     assert buckets_of([]) == ()
 
 
-@pytest.mark.parametrize("dtype", [F32, F64, BF16, torch.complex64])
+@pytest.mark.parametrize("dtype", [F32, F64, BF16, F16, torch.complex64])
 def test_the_mean_is_what_all_replicas_gradients_average_to(dtype: torch.dtype) -> None:
     """A gradient that is missing on one counts as zero; one that is missing on both stays None."""
     here = [parameter(2, 3, dtype=dtype, gradient=g) for g in (3.0, None, None, 5.0)]
     there = [parameter(2, 3, dtype=dtype, gradient=g) for g in (1.0, None, 4.0, None)]
-    total = Bucket(tuple(here)).flatten() + Bucket(tuple(there)).flatten()
+    total = Bucket(tuple(here)).flatten(2) + Bucket(tuple(there)).flatten(2)
     for held in (here, there):
         Bucket(tuple(held)).give_mean(total, 2)
         means = [None if p.grad is None else p.grad.real.unique().tolist() for p in held]
         assert means == [[2.0], None, [2.0], [2.5]]
+
+
+def test_the_mean_of_large_float16_gradients_does_not_overflow() -> None:
+    """60000 is near its largest number, twice that is beyond it."""
+    held, empty = parameter(3, dtype=F16, gradient=60000.0), parameter(2, dtype=F16, gradient=None)
+    bucket = Bucket((held, empty))
+    bucket.give_mean(bucket.flatten(2) + bucket.flatten(2), 2)
+    assert held.grad is not None
+    assert held.grad.tolist() == [60000.0] * 3
+    assert empty.grad is None
 
 
 def test_gradients_keep_their_strides_and_share_no_memory() -> None:
@@ -56,7 +66,7 @@ def test_gradients_keep_their_strides_and_share_no_memory() -> None:
     first.grad = torch.arange(6.0).view(3, 2).t()
     before = first.grad
     bucket = Bucket((first, second))
-    bucket.give_mean(bucket.flatten() * 2, 2)
+    bucket.give_mean(bucket.flatten(2) * 2, 2)
     assert first.grad is not before
     assert torch.equal(first.grad, before)
     assert first.grad.stride() == before.stride()
@@ -81,4 +91,4 @@ def test_what_cannot_be_averaged_is_refused() -> None:
     held = parameter(3)
     held.grad = torch.zeros(3).to_sparse()
     with pytest.raises(ValueError, match=r"layout torch.sparse_coo .* use a dense one"):
-        Bucket((held,)).flatten()
+        Bucket((held,)).flatten(2)
