@@ -83,7 +83,7 @@ def test_a_call_that_blocks_or_computes_counts_in_full() -> None:
     with took() as computing:
         burn(0.1)
     for taken in (sleeping, waiting, computing):
-        assert 0.09 <= taken.own_s <= taken.wall_s
+        assert 0.07 <= taken.own_s <= taken.wall_s  # what is left out is an upper bound
 
 
 @ON_LINUX
