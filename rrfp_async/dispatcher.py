@@ -20,7 +20,7 @@ from rrfp_async.bus.messages import AgreementMessage, Header, Message, StepBegin
 from rrfp_async.clocks import SAME_CLOCK, Alignment, SharedClock
 from rrfp_async.config import Config
 from rrfp_async.errors import DataExhausted, ProtocolError, StepFailed, TransferError
-from rrfp_async.executor import Executor
+from rrfp_async.executor import EXPLAIN_S, Executor
 from rrfp_async.frontier import Frontier
 from rrfp_async.gpu.transfer import unpacked
 from rrfp_async.ids import Link, TaskId, TaskKind, TensorSpec
@@ -39,7 +39,6 @@ from rrfp_async.trace.records import Direction
 from rrfp_async.world import Wires, World
 
 _HELD_MOST = 65_536
-_EXPLAIN_S = 2.0
 
 
 class Dispatcher:
@@ -281,7 +280,7 @@ class Dispatcher:
         try:
             await (self._averaging if averages else self._reduction).run(task)
         except TransferError:
-            await asyncio.sleep(_EXPLAIN_S)
+            await asyncio.sleep(EXPLAIN_S)
             raise
 
     async def _losses(self) -> tuple[list[float], float | None]:
@@ -311,7 +310,7 @@ class Dispatcher:
     async def _transfer_broke(self, error: BaseException) -> None:
         """Let the bus speak first where a transfer breaks: it knows whether the peer is gone."""
         if isinstance(error, TransferError):
-            await asyncio.sleep(_EXPLAIN_S)
+            await asyncio.sleep(EXPLAIN_S)
         self._note_end(error)
 
     def _deliver(self, header: Header, tensors: list[torch.Tensor]) -> None:

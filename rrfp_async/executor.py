@@ -20,6 +20,7 @@ from rrfp_async.errors import StepFailed
 from rrfp_async.frontier import Frontier
 from rrfp_async.gpu.ambient import Ambient
 from rrfp_async.ids import TaskId, TaskKind
+from rrfp_async.mesh import is_broken_collective
 from rrfp_async.metrics import Meter
 from rrfp_async.outbox import Outbox
 from rrfp_async.session import Session
@@ -30,6 +31,9 @@ from rrfp_async.tp.agreement import Agreed, Agreement, AgreementReport
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.recorder import Recorder
 from rrfp_async.world import Wires, World
+
+EXPLAIN_S = 2.0
+"""How long what breaks with a peer waits for the bus to say that the peer is gone, in seconds."""
 
 
 class Executor:
@@ -220,6 +224,9 @@ class Executor:
             except asyncio.CancelledError:  # the one before it failed, and ends the step
                 self._forget(task)
             except Exception as error:
+                if is_broken_collective(error):
+                    self._beside.create_task(self._fail_later(error, task))
+                    return
                 raise self._task_failed(error, task) from error
             else:
                 awaited.add_done_callback(partial(self._resume, task, coroutine))
@@ -230,6 +237,14 @@ class Executor:
         try:
             return await KINDS[task.kind](self._context, task)
         except Exception as error:
+            if is_broken_collective(error):
+                await asyncio.sleep(EXPLAIN_S)
+            raise self._task_failed(error, task) from error
+
+    async def _fail_later(self, error: Exception, task: TaskId) -> None:
+        """A collective broke: the bus knows whether one of its members is gone, and says so."""
+        with self._failing_the_step():
+            await asyncio.sleep(EXPLAIN_S)
             raise self._task_failed(error, task) from error
 
     def _commit(self, decision: Decision, task: TaskId, waited_s: float) -> None:

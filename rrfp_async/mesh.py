@@ -66,6 +66,13 @@ def device_mesh(
     return init_device_mesh(device.type, shape, mesh_dim_names=DIMENSIONS)
 
 
+def is_broken_collective(error: BaseException) -> bool:
+    """Whether `error` is what torch raises in a collective whose other members may be gone."""
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)  # it has no class of its own
+    )
+
+
 class StuckCollectives:
     """Ends the collectives of the mesh's groups that a task of a failed step still waits in.
 

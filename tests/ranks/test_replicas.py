@@ -163,6 +163,19 @@ def test_a_failure_on_a_rank_that_shares_a_stage_is_told_to_all(
     job.assert_orderly()
 
 
+@pytest.mark.parametrize(("grid", "ranks"), [("1,1,2", 2), ("2,1,2", 4)])
+def test_a_leader_that_dies_is_named_though_a_collective_breaks_first(
+    launch: Launch, grid: str, ranks: int
+) -> None:
+    """First its peer hears that a connection closed; then, from the bus, whose and why."""
+    job = launch(ranks, script=WORKER, words=(grid, "die"))
+    assert job.wait(within_s=60) == [1], job.story()
+    for rank in range(1, ranks):
+        failed = job.event(rank, "failed")["failed"]
+        assert failed["rank"] == 0, job.story()
+        assert "its process died" in failed["cause"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["SIGKILL", "SIGSTOP"])
 def test_a_replica_that_dies_while_another_waits_for_it_is_named(
     launch: Launch, number: signal.Signals

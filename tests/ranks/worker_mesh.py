@@ -1,14 +1,18 @@
 """A rank for tests of grids: what its mesh is, and how gradients are clipped on it.
 
-    torchrun --nproc-per-node 8 tests/ranks/worker_mesh.py PP,DP,TP [made-before|clip|boom|leave]
+    torchrun --nproc-per-node 8 tests/ranks/worker_mesh.py PP,DP,TP [WHAT]
+
+WHAT is made-before, clip, boom, die or leave:
 
 made-before: the program has initialised torch.distributed itself. clip: three clipped steps of a
 small GPT with the example's plan, beside those of the unpartitioned model. boom: the last rank
-fails in a forward while the ranks that share its stage wait for it in theirs. leave: ends right
+fails in a forward while the ranks that share its stage wait for it in theirs. die: rank 0, which
+leads them, is killed there. leave: ends right
 after a collective, whose thread gets next to no time of the one CPU that all threads share.
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -84,14 +88,20 @@ def _boom(*_: object) -> None:
     raise RuntimeError("told boom")
 
 
-async def clip(world: r.World, *, fails: bool = False) -> None:
-    """Three clipped steps; the first one fails on the last rank if one is to."""
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def clip(world: r.World, fault: str = "") -> None:
+    """Three clipped steps; in the first one something happens if it is to."""
     topology, place = world.topology, world.place
     stage = stage_of(build_layers(MODEL, 0), place.pp, topology.pp)
     if topology.tp > 1:
         parallelize(stage, world.mesh["tp"])
-    if fails and world.rank == topology.world_size - 1:
+    if fault == "boom" and world.rank == topology.world_size - 1:
         stage.register_forward_pre_hook(_boom)
+    if fault == "die" and world.rank == 0:
+        stage.register_forward_pre_hook(_die)
     config = r.Config(microbatches=2)
     losses: list[Any] = []
     norms: list[Any] = []
@@ -122,9 +132,9 @@ def main() -> int:
     show_mesh(world)
     if sys.argv[2:] == ["clip"]:
         r.run(lambda: clip(world))
-    if sys.argv[2:] == ["boom"]:
+    if sys.argv[2:] in (["boom"], ["die"]):
         try:
-            r.run(lambda: clip(world, fails=True))
+            r.run(lambda: clip(world, sys.argv[2]))
         except r.RrfpError as error:
             tell_failure(error)
     if sys.argv[2:] == ["leave"]:
