@@ -63,7 +63,7 @@ class Wait:
     rank: int
 
 
-def _seconds(value: float) -> float | str:
+def in_json(value: float) -> float | str:
     """To the nanosecond; JSON has no word for what is no finite number, so that is a string."""
     if math.isfinite(value):
         return round(value, 9)
@@ -76,7 +76,7 @@ def _several(values: tuple[Any, ...]) -> list[Any]:
 
 _PLAIN: Mapping[type, Callable[[Any], Any]] = MappingProxyType(
     {
-        float: _seconds,
+        float: in_json,
         tuple: _several,
         TaskId: str,
         Edge: lambda edge: [edge.source, edge.target],
@@ -244,8 +244,8 @@ class DispatchRecord(Record):
             "ready": decision.ready,
             "passed_over": [str(task) for task in decision.passed_over],
             "reason": decision.reason.value,
-            "waited_s": round(self.waited_s, 9),
-            "time_s": round(self.time_s, 9),
+            "waited_s": in_json(self.waited_s),
+            "time_s": in_json(self.time_s),
         }
 
 

@@ -8,7 +8,6 @@ the records mean.
 """
 
 import io
-import json
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ from types import TracebackType
 from typing import Self
 
 from rrfp_async.trace.records import LostRecord, Record
+from rrfp_async.trace.rendering import line_of
 
 if sys.platform != "win32":
     import fcntl
@@ -170,7 +170,7 @@ class JsonlTrace(Trace):
             self._failed += len(lines) - whole
 
     def _line(self, record: Record) -> bytes:
-        return json.dumps({"event": record.EVENT, **record.fields()}).encode() + b"\n"
+        return line_of(record).encode() + b"\n"
 
     def _write_lines(self, lines: list[bytes]) -> int:
         """Write the lines; returns how many came out whole, and cuts off the one that did not."""
