@@ -24,7 +24,7 @@ $(EXAMPLES): $(STAMP)
 demo: $(STAMP)  ## train a small GPT on real text, a process for each of four pipeline ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt.py --steps 30
 
-test: $(STAMP)  ## the tests, the long ones sampled; under five minutes
+test: $(STAMP)  ## the tests, the long ones sampled; five to eight minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: $(EXAMPLES)  ## what `make test` leaves out or samples: long cases, long searches
