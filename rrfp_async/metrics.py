@@ -105,7 +105,7 @@ class Meter:
     """Where one rank's tasks and steps are counted, and what else it has to tell.
 
     Attributes:
-        tasks: Seconds that tasks of each kind held the device.
+        tasks: Seconds that tasks of each kind held the device; R runs beside it.
         idle: Seconds that the device had had nothing to do when a task was chosen for it.
         steps: Seconds that steps took, by mode.
         agreement: Seconds that tasks waited for the tensor-parallel group, summed up by step.
@@ -113,7 +113,7 @@ class Meter:
     """
 
     tasks: dict[TaskKind, Histogram] = field(
-        default_factory=lambda: {kind: Histogram() for kind in TaskKind}
+        default_factory=lambda: {kind: Histogram() for kind in TaskKind if kind is not TaskKind.R}
     )
     idle: Histogram = field(default_factory=Histogram)
     steps: dict[str, Histogram] = field(

@@ -28,6 +28,7 @@ from rrfp_async.bus.messages import (
     PeerLost,
     Progress,
     RankDone,
+    Spent,
     StepBegin,
     StepEnd,
     Verdict,
@@ -154,7 +155,7 @@ class Session:
         self,
         loss: float | None,
         gradients: GradientReport | None = None,
-        spent_s: tuple[float, ...] = (),
+        spent_s: Spent = (0.0, 0.0, 0.0),
     ) -> tuple[float | None, Verdict | None]:
         """Say that this rank's tasks are done, as `RankDone` tells it; wait for all others.
 
@@ -171,7 +172,7 @@ class Session:
         return ended.loss, ended.verdict
 
     @property
-    def spent_s(self) -> tuple[tuple[float, ...], ...]:
+    def spent_s(self) -> tuple[Spent, ...]:
         """Of the step that has ended, every rank's times; known to the first rank only."""
         if self._rank != FIRST_RANK:
             return ()

@@ -24,6 +24,7 @@ from rrfp_async.bus.messages import (
     Norms,
     Progress,
     RankDone,
+    Spent,
     StepBegin,
     StepEnd,
     TpArrival,
@@ -167,6 +168,11 @@ def _gradients(value: Any) -> GradientReport:
     )
 
 
+def _spent(value: Any) -> Spent:
+    compute_s, blocking_s, coordination_s = map(_float, _items(value, 3))
+    return compute_s, blocking_s, coordination_s
+
+
 def _verdict(value: Any) -> Verdict:
     norm, dtype, finite = _items(value, 3)
     return Verdict(_optional(_float)(norm), _optional(_text)(dtype), _bool(finite))
@@ -196,7 +202,7 @@ _SCHEMA: Mapping[type[Message], dict[str, Callable[[Any], Any]]] = MappingProxyT
             "step": _count,
             "loss": _optional(_float),
             "gradients": _optional(_gradients),
-            "spent_s": _list_of(_float),
+            "spent_s": _spent,
         },
         StepEnd: {"step": _count, "loss": _optional(_float), "verdict": _optional(_verdict)},
         Failure: {

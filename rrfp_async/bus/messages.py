@@ -95,6 +95,10 @@ class Verdict:
     finite: bool
 
 
+Spent = tuple[float, float, float]
+"""Seconds that a rank has computed, been blocked and coordinated in a step."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankDone:
     """A rank has run all its tasks; the last stage's rank adds the loss.
@@ -109,7 +113,7 @@ class RankDone:
     step: int
     loss: float | None
     gradients: GradientReport | None = None
-    spent_s: tuple[float, ...] = ()
+    spent_s: Spent = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

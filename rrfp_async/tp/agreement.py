@@ -143,35 +143,42 @@ class OwnChoice(Agreement):
         return True
 
 
-class GroupAgreement(Agreement):
-    """What both protocols do.
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """A rank's place in its group, and its ways to the others.
 
-    Args:
-        frontier: See `Agreement`.
-        members: The ranks of the group, in the same order on each.
+    Attributes:
+        members: The ranks of the group, in the same order on each; the first leads, if one does.
         rank: This one.
         send: To another member.
         clock: The first rank's.
         changed: Called when `choose` may have another answer.
     """
 
-    def __init__(
-        self,
-        frontier: Frontier,
-        *,
-        members: tuple[int, ...],
-        rank: int,
-        send: Send,
-        clock: SharedClock,
-        changed: Callable[[], None],
-    ) -> None:
+    members: tuple[int, ...]
+    rank: int
+    send: Send
+    clock: SharedClock
+    changed: Callable[[], None]
+
+
+class GroupAgreement(Agreement):
+    """What both protocols do.
+
+    Args:
+        frontier: See `Agreement`.
+        membership: The rank's.
+    """
+
+    def __init__(self, frontier: Frontier, membership: Membership) -> None:
         super().__init__(frontier)
+        members, rank = membership.members, membership.rank
         self._members = members
         self._rank = rank
         self._others = tuple(member for member in members if member != rank)
-        self._send = send
-        self._clock = clock
-        self._changed = changed
+        self._send = membership.send
+        self._clock = membership.clock
+        self._changed = membership.changed
         self._step = 0
 
     @property

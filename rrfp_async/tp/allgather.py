@@ -6,16 +6,15 @@ changed. It is here to be compared with `leader`, which needs neither the round 
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 from rrfp_async.arbiter import Decision
 from rrfp_async.bus.messages import AgreementMessage, TpProposal
-from rrfp_async.clocks import SharedClock
 from rrfp_async.errors import ProtocolError
 from rrfp_async.frontier import Frontier
 from rrfp_async.ids import Edge, TaskId
-from rrfp_async.tp.agreement import Agreed, Arrivals, GroupAgreement, Send
+from rrfp_async.tp.agreement import Agreed, Arrivals, GroupAgreement, Membership
 
 
 class AllgatherAgreement(GroupAgreement):
@@ -25,19 +24,8 @@ class AllgatherAgreement(GroupAgreement):
     follows what a rank measures is none for it.
     """
 
-    def __init__(
-        self,
-        frontier: Frontier,
-        *,
-        members: tuple[int, ...],
-        rank: int,
-        send: Send,
-        clock: SharedClock,
-        changed: Callable[[], None],
-    ) -> None:
-        super().__init__(
-            frontier, members=members, rank=rank, send=send, clock=clock, changed=changed
-        )
+    def __init__(self, frontier: Frontier, membership: Membership) -> None:
+        super().__init__(frontier, membership)
         self._arrivals = Arrivals()
         self.end_step()
 

@@ -7,7 +7,7 @@ from rrfp_async.config import Config
 from rrfp_async.frontier import Frontier
 from rrfp_async.grid import coordinates, tp_group
 from rrfp_async.topology import Topology
-from rrfp_async.tp.agreement import Agreement, OwnChoice, Send
+from rrfp_async.tp.agreement import Agreement, Membership, OwnChoice, Send
 from rrfp_async.tp.allgather import AllgatherAgreement
 from rrfp_async.tp.leader import Decider, LeaderAgreement
 
@@ -36,10 +36,9 @@ def make_agreement(
     members = tp_group(topology, rank)
     if len(members) == 1:
         return OwnChoice(frontier)
+    membership = Membership(members, rank, send, clock, changed)
     if config.tp_protocol == "allgather":
-        return AllgatherAgreement(
-            frontier, members=members, rank=rank, send=send, clock=clock, changed=changed
-        )
+        return AllgatherAgreement(frontier, membership)
     decider = None
     if rank == members[0]:
         decider = Decider(
@@ -49,12 +48,4 @@ def make_agreement(
             ahead=config.activation_budget_bytes is None,
             clock=clock,
         )
-    return LeaderAgreement(
-        frontier,
-        members=members,
-        rank=rank,
-        send=send,
-        clock=clock,
-        changed=changed,
-        decider=decider,
-    )
+    return LeaderAgreement(frontier, membership, decider=decider)

@@ -11,7 +11,7 @@ counted at once, half of all runs would pass the limit, and some would deadlock.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 
 from rrfp_async.arbiter import Decision, Reason
 from rrfp_async.backpressure import Backpressure
@@ -20,7 +20,7 @@ from rrfp_async.clocks import SharedClock
 from rrfp_async.errors import ProtocolError
 from rrfp_async.frontier import Frontier
 from rrfp_async.ids import Edge, TaskId, TaskKind
-from rrfp_async.tp.agreement import Agreed, Arrivals, GroupAgreement, Send
+from rrfp_async.tp.agreement import Agreed, Arrivals, GroupAgreement, Membership
 
 _DECIDED_MOST = 2  # what runs, and the one after it
 
@@ -30,29 +30,15 @@ class LeaderAgreement(GroupAgreement):
 
     Args:
         frontier: See `Agreement`.
-        members: The ranks of the group; the first leads.
-        rank: This one.
-        send: To another member.
-        clock: The first rank's.
-        changed: Called when there is a decision.
+        membership: The rank's.
         decider: The leader's, on its rank; None on the others.
     """
 
     def __init__(
-        self,
-        frontier: Frontier,
-        *,
-        members: tuple[int, ...],
-        rank: int,
-        send: Send,
-        clock: SharedClock,
-        changed: Callable[[], None],
-        decider: "Decider | None",
+        self, frontier: Frontier, membership: Membership, *, decider: "Decider | None"
     ) -> None:
-        super().__init__(
-            frontier, members=members, rank=rank, send=send, clock=clock, changed=changed
-        )
-        self.leader: int = members[0]
+        super().__init__(frontier, membership)
+        self.leader: int = membership.members[0]
         self._decider = decider
         self._ahead: deque[Agreed] = deque()
         self._heard = 0

@@ -40,6 +40,7 @@ def many(element: st.SearchStrategy) -> st.SearchStrategy:
 layouts = st.builds(Layout, st.none() | texts, many(st.tuples(counts, plain)))
 norms = st.tuples(counts, texts, many(floats))
 reports = st.builds(GradientReport, st.none() | many(norms), st.booleans(), st.none() | floats)
+times = st.tuples(floats, floats, floats)
 verdicts = st.builds(Verdict, st.none() | floats, st.none() | texts, st.booleans())
 messages = st.one_of(
     st.builds(Hello, many(st.tuples(texts, texts))),
@@ -55,7 +56,9 @@ messages = st.one_of(
         st.none() | st.binary(max_size=200),
         layouts,
     ),
-    st.builds(RankDone, counts, st.none() | floats, st.none() | reports, many(floats)),
+    st.builds(
+        RankDone, counts, st.none() | floats, st.none() | reports, st.tuples(floats, floats, floats)
+    ),
     st.builds(StepEnd, counts, st.none() | floats, st.none() | verdicts),
     st.builds(
         Failure,
