@@ -3,10 +3,11 @@
     python benchmarks/tracing.py             # starts its own ranks with torchrun
     python benchmarks/tracing.py --json      # one JSON object
 
-Every rank has two Runtimes on one world, one with `trace_dir`, and runs a step of one and a step of
-the other in turn, each between barriers. Stages sleep 1 ms a task, so every dispatch, hand-off and
-arrival counts. `on / off` is the median over the pairs. `disabled`: all that a task calls of a
-recorder that keeps nothing, in microseconds.
+Every rank has two Runtimes on one world, one with `trace_dir`, and runs a few steps of one and as
+many of the other in turn, each block between barriers. (Records are written up to 0.25 s later: in
+single steps by turns one kind would pay for the other.) Stages sleep 1 ms a task, so every
+dispatch, hand-off and arrival counts. `on / off` is the median over the pairs of blocks.
+`disabled`: all that a task calls of a recorder that keeps nothing, in microseconds.
 """
 
 import argparse
@@ -63,9 +64,10 @@ def disabled_us() -> float:
 
 
 async def pairs_ms(
-    world: rrfp_async.World, microbatches: int, steps: int, folder: str
+    world: rrfp_async.World, options: argparse.Namespace, folder: str
 ) -> list[tuple[float, float]]:
-    """Milliseconds of a step with the log and of the one beside it without; the first left out."""
+    """Milliseconds of a step with the log and of one beside it without; the first left out."""
+    microbatches = options.microbatches
     module = SleepingStage(WIDTH, TASK_S, TASK_S)
     batch = torch.zeros(ROWS * microbatches, WIDTH)
     pairs = []
@@ -75,14 +77,15 @@ async def pairs_ms(
             config = rrfp_async.Config(microbatches=microbatches, hint="bf", trace_dir=trace_dir)
             runtime = rrfp_async.Runtime(module, world=world, config=config, loss_fn=loss_fn)
             runtimes.append(await resources.enter_async_context(runtime))
-        for number in range(steps + 1):
+        for number in range(options.steps // options.block + 1):
             took = [0.0, 0.0]
             for which in (0, 1) if number % 2 else (1, 0):  # neither is always the first
                 dist.barrier()
                 begun = time.perf_counter()
-                await runtimes[which].train_step(batch, target=batch)
+                for _ in range(options.block):
+                    await runtimes[which].train_step(batch, target=batch)
                 dist.barrier()
-                took[which] = 1e3 * (time.perf_counter() - begun)
+                took[which] = 1e3 * (time.perf_counter() - begun) / options.block
             pairs.append((took[0], took[1]))
     return pairs[1:]
 
@@ -126,7 +129,7 @@ def run_rank(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     world = rrfp_async.torchrun_world()
     with tempfile.TemporaryDirectory() as folder:
-        pairs = rrfp_async.run(pairs_ms(world, options.microbatches, options.steps, folder))
+        pairs = rrfp_async.run(pairs_ms(world, options, folder))
         dist.barrier()
         if world.rank == 0:
             result = {
@@ -146,9 +149,11 @@ def run_rank(options: argparse.Namespace) -> None:
 def main() -> int:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=count, default=4)
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--ranks", type=count, default=min(4, cores), help="default: one a core")
     parser.add_argument("--microbatches", type=count, default=16)
-    parser.add_argument("--steps", type=count, default=100)
+    parser.add_argument("--steps", type=count, default=200)
+    parser.add_argument("--block", type=count, default=5, help="steps of one kind in a row")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -6,7 +6,6 @@ Plain synchronous Python. It does not know where events come from, or who runs w
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
 from rrfp_async.arbiter import Arbiter
 from rrfp_async.backpressure import Backpressure
@@ -109,7 +108,7 @@ class Frontier:
         """A forward's backward would do nothing: leave out and return what is not ready."""
         dropped = []
         for kind in (TaskKind.B, TaskKind.I, TaskKind.W):
-            task = replace(forward, kind=kind)
+            task = TaskId(forward.stage, kind, forward.microbatch)
             if self.ready_set.void(task):
                 self.arbiter.drop(task)
                 dropped.append(task)

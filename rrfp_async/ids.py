@@ -1,11 +1,14 @@
 """The names things go by: task kinds, tasks, edges, links, and the shape of one tensor.
 
-Pure values, torch-free, shared by every room. Nothing here knows what is done with them.
+Pure values, torch-free, shared by every room. Nothing here knows what is done with them. Tasks and
+edges are named tuples: they are looked up many times a task, and tuples are hashed and compared
+without running Python.
 """
 
 import enum
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 _TASK = re.compile(r"(0|[1-9][0-9]*)([FBIWR])(0|[1-9][0-9]*)")
 
@@ -22,8 +25,7 @@ class TaskKind(enum.Enum):
     __hash__ = object.__hash__  # members are singletons; the inherited hash runs Python code
 
 
-@dataclass(frozen=True, slots=True)
-class TaskId:
+class TaskId(NamedTuple):
     """One task; its repr is a word: `2F5` is stage 2, forward, microbatch 5."""
 
     stage: int
@@ -31,9 +33,10 @@ class TaskId:
     microbatch: int
 
     def __repr__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return str(self)
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind._value_}{self.microbatch}"
 
     @classmethod
     def parse(cls, word: str) -> "TaskId":
@@ -52,17 +55,17 @@ class TaskId:
         return cls(int(stage), TaskKind(kind), int(microbatch))
 
 
-@dataclass(frozen=True, slots=True)
-class Edge:
+class Edge(NamedTuple):
     """A data dependency between stages; activations run along it, gradients against it."""
 
     source: int
     target: int
 
     def __repr__(self) -> str:
-        return f"{self.source}->{self.target}"
+        return str(self)
 
-    __str__ = __repr__
+    def __str__(self) -> str:
+        return f"{self.source}->{self.target}"
 
 
 @dataclass(frozen=True, slots=True)

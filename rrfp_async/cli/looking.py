@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from rrfp_async.cli.telling import print_error
-from rrfp_async.ids import Edge, TaskId
+from rrfp_async.ids import TaskId
 from rrfp_async.inspection.boxes import picture
 from rrfp_async.inspection.compare import compare
 from rrfp_async.inspection.explain import explain
@@ -52,8 +52,7 @@ def run_report(
     run = _read(folder)
     found = report(run, step=step)
     if as_json:
-        parts = {part.name: getattr(found, part.name) for part in dataclasses.fields(found)}
-        typer.echo(json.dumps({**parts, "problems": run.problems}, default=_plain))
+        typer.echo(json.dumps({**_plain(found), "problems": run.problems}))
     if html is not None:
         console = Console(record=True, width=_WIDTH, file=StringIO())
         for problem in run.problems:
@@ -145,13 +144,13 @@ def _console() -> Console:
 
 
 def _plain(value: object) -> Any:
-    """JSON of what a report holds."""
+    """What a report holds as what JSON knows."""
     if isinstance(value, TaskId):
         return str(value)
-    if isinstance(value, Edge):
-        return [value.source, value.target]
     if isinstance(value, enum.Enum):
         return value.value
-    assert dataclasses.is_dataclass(value), value  # nothing else is in a report
-    assert not isinstance(value, type)
-    return {part.name: getattr(value, part.name) for part in dataclasses.fields(value)}
+    if isinstance(value, list | tuple):  # an edge is a pair
+        return [_plain(one) for one in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {part.name: _plain(getattr(value, part.name)) for part in dataclasses.fields(value)}
+    return value

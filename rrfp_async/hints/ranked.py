@@ -7,6 +7,7 @@ To write an order of your own, derive from `RankedHint`, give `rank`, and pass a
 import heapq
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from rrfp_async.hints.base import Admissible, HintOrder
@@ -91,7 +92,7 @@ class RankedQueue:
 
 def take(tasks: Iterator[TaskId], most: int) -> list[TaskId]:
     """The first `most` of `tasks`."""
-    return [task for task, _ in zip(tasks, range(most), strict=False)]
+    return list(islice(tasks, most))
 
 
 def direction_rank(task: TaskId) -> tuple[int, int]:

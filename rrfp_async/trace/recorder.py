@@ -184,12 +184,13 @@ class LoggingRecorder(Recorder):
     def __init__(self, whose: Whose, trace: Trace) -> None:
         self._whose = whose
         self._clock = whose.clock
+        self._rank = whose.rank
         self._trace = trace
+        self._write: Callable[[Record], None] = trace.write
         self._step = 0
         self._begun_s = 0.0
         self._idle: IdleRecord | None = None  # begun, and may go on
         self._idle_until_s = 0.0
-        self._ended = False
 
     @property
     def lost(self) -> int:
@@ -228,13 +229,13 @@ class LoggingRecorder(Recorder):
 
     def dispatched(self, decision: Decision, waited_s: float) -> None:
         """Also ends an idle span."""
-        self._end_idle()
-        record = DispatchRecord(self._step, self._whose.rank, decision, waited_s, self._clock())
-        self._write(record)
+        if self._idle is not None:
+            self._end_idle()
+        self._write(DispatchRecord(self._step, self._rank, decision, waited_s, self._clock()))
 
     def void(self, task: TaskId) -> None:
         """See `Recorder`."""
-        self._write(VoidRecord(self._step, self._whose.rank, task))
+        self._write(VoidRecord(self._step, self._rank, task))
 
     def ran(self, task: TaskId, start_s: float, end_s: float) -> None:
         """See `Recorder`."""
@@ -259,18 +260,21 @@ class LoggingRecorder(Recorder):
 
     def idles(self, decision: Decision, since_s: float) -> None:
         """Look at what is missing, unless that is still the same span."""
-        admissible = self._backpressure.admissible()
-        missing = self._arbiter.wanted(WAITS_MOST)
-        cause = _CAUSES[decision.reason] if missing else Cause.OTHERS  # reductions run beside
+        cause = _CAUSES[decision.reason]
+        held_back = cause is Cause.LIMIT
+        wanted = [] if held_back else self._arbiter.wanted(WAITS_MOST)
+        if not (held_back or wanted):
+            cause = Cause.OTHERS  # reductions run beside
         if self._goes_on(cause, since_s):
             return
         self._end_idle()
-        if cause is Cause.LIMIT:
-            missing = self._next_to_free()
-        elif missing and not admissible.any_forward:
-            missing = [*self._next_to_free(), *missing]
-        ready = tuple(sorted(self._arbiter.ready, key=str)[:_READY_MOST])
-        waits = self._waiting.of(missing, admissible)
+        admissible = self._backpressure.admissible()
+        if held_back or (wanted and not admissible.any_forward):
+            wanted = [*self._next_to_free(), *wanted]
+        ready: tuple[TaskId, ...] = ()
+        if decision.ready:
+            ready = tuple(sorted(self._arbiter.ready, key=str)[:_READY_MOST])
+        waits = self._waiting.of(wanted, admissible)
         self._idle = self._span(since_s, cause, ready=ready, waits=waits)
 
     def idle_until(self, end_s: float) -> None:
@@ -330,23 +334,23 @@ class LoggingRecorder(Recorder):
 
     def failed(self, failure: StepFailed, report: str | None) -> None:
         """The last line, on its way at once."""
-        if self._ended:
+        if self._write is _forget:
             return
         if not self.run_begun:
             self._write(self._whose.run_record(0.0, None))
         self._end_idle()
         where = (failure.rank, failure.stage, failure.task, failure.microbatch, failure.cause)
         self._write(FailureRecord(failure.step, self._clock(), *where, report))
-        self._ended = True
+        self._write = _forget
         self._trace.flush()
 
     def close(self) -> None:
         """See `Recorder`."""
         self._trace.close()
 
-    def _write(self, record: Record) -> None:
-        if not self._ended:
-            self._trace.write(record)
+
+def _forget(_record: Record) -> None:
+    """Where records go after the last."""
 
 
 def open_recorder(whose: Whose) -> Recorder:

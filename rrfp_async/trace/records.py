@@ -1,6 +1,7 @@
 """The typed, versioned records of a run. One class per kind of event.
 
 Records are plain values: where they go is the writer's business. docs/trace.md shows them all.
+Those of every task are not frozen, which would make each of them six times as dear to build.
 Times are seconds on the clock of the rank that wrote them; its `RunRecord` says how far that is
 from rank 0's.
 """
@@ -10,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rrfp_async.arbiter import Decision
 from rrfp_async.ids import Edge, TaskId
@@ -44,8 +45,7 @@ class Lack(enum.Enum):
     TASK = "task"
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
+class Wait(NamedTuple):
     """One thing that was missing while a rank was idle.
 
     Attributes:
@@ -98,13 +98,14 @@ def _plain(value: Any) -> Any:
     return value if make is None else make(value)
 
 
-@dataclass(frozen=True, slots=True)
 class Record:
-    """A line of the log.
+    """A line of the log; its kinds are dataclasses.
 
     Attributes:
         EVENT: What a line of this kind is called.
     """
+
+    __slots__ = ()
 
     EVENT: ClassVar[str]
     __match_args__: ClassVar[tuple[str, ...]]  # the fields' names, which a dataclass puts there
@@ -211,7 +212,7 @@ class StepEndRecord(Record):
     peak_in_flight: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DispatchRecord(Record):
     """One dispatch decision.
 
@@ -249,7 +250,7 @@ class DispatchRecord(Record):
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TaskRecord(Record):
     """A task held the device, from `start_s` to `end_s`; reductions run beside and have none."""
 
@@ -261,7 +262,7 @@ class TaskRecord(Record):
     end_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TransferRecord(Record):
     """One end of a transfer.
 

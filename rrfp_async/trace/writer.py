@@ -20,15 +20,15 @@ from types import TracebackType
 from typing import Self
 
 from rrfp_async.trace.records import LostRecord, Record
-from rrfp_async.trace.rendering import line_of
+from rrfp_async.trace.rendering import text_of
 
 if sys.platform != "win32":
     import fcntl
 
 _BUFFER_MOST = 100_000
-_GATHER_S = 0.1
+_GATHER_S = 0.25
 _AT_ONCE_MOST = 4_096
-_HELD_MOST = 8  # records that are rendered without letting go of the interpreter
+_HELD_MOST = 64  # records that are rendered without letting go of the interpreter
 _CLOSE_TIMEOUT_S = 10.0
 
 
@@ -160,21 +160,22 @@ class JsonlTrace(Trace):
 
     def _drain(self) -> None:
         while self._buffer:
-            lines: list[bytes] = []
-            while self._buffer and len(lines) < _AT_ONCE_MOST:
-                lines.append(self._line(self._buffer.popleft()))
-                if len(lines) % _HELD_MOST == 0:
-                    time.sleep(0)  # lets go of the interpreter: the event loop waits for no batch
-            whole = self._write_lines(lines)
+            texts: list[str] = []
+            count = 0
+            while self._buffer and count < _AT_ONCE_MOST:
+                records = [
+                    self._buffer.popleft() for _ in range(min(_HELD_MOST, len(self._buffer)))
+                ]
+                texts.append(text_of(records))
+                count += len(records)
+                time.sleep(0)  # lets go of the interpreter: the event loop waits for no batch
+            whole = self._write_lines("".join(texts).encode())
             self._written += whole
-            self._failed += len(lines) - whole
+            self._failed += count - whole
 
-    def _line(self, record: Record) -> bytes:
-        return line_of(record).encode() + b"\n"
-
-    def _write_lines(self, lines: list[bytes]) -> int:
+    def _write_lines(self, data: bytes) -> int:
         """Write the lines; returns how many came out whole, and cuts off the one that did not."""
-        data, done = b"".join(lines), 0
+        done = 0
         try:
             while done < len(data):
                 done += self._file.write(memoryview(data)[done:]) or 0
@@ -188,7 +189,7 @@ class JsonlTrace(Trace):
 
     def _tell_lost(self) -> None:
         if lost := self._refused + self._failed:
-            self._write_lines([self._line(LostRecord(lost))])
+            self._write_lines(text_of([LostRecord(lost)]).encode())
 
 
 def _claim(path: Path) -> io.FileIO:

@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from dataclasses import FrozenInstanceError
 
 import pytest
 from hypothesis import given
@@ -71,7 +70,7 @@ def test_edges_and_links_have_a_direction() -> None:
 )
 def test_ids_cannot_be_changed(value: object, field: str) -> None:
     """Ids cross every boundary, so they are frozen."""
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises(AttributeError):
         setattr(value, field, 9)
 
 

@@ -13,6 +13,7 @@ from rrfp_async.arbiter import Decision, Reason
 from rrfp_async.ids import TaskId
 from rrfp_async.trace import writer
 from rrfp_async.trace.records import SCHEMA, DispatchRecord
+from rrfp_async.trace.rendering import text_of
 from rrfp_async.trace.writer import JsonlTrace, NullTrace, open_trace
 from tests.machine import took
 
@@ -166,7 +167,7 @@ def test_a_failing_disk_never_raises_and_is_told_once(on_disk: Any, error: OSErr
 
 def test_a_disk_that_fills_up_keeps_whole_lines_only(on_disk: Any) -> None:
     """What fits is written, the line that does not is cut off, and the rest is counted."""
-    disk = Disk(room_bytes=1040)
+    disk = Disk(room_bytes=4 * len(text_of([record()])) + 40)
     trace = on_disk(disk)
     for step in range(10):
         trace.write(record(step))
