@@ -7,7 +7,8 @@ Every rank has two Runtimes on one world, one with `trace_dir`, and runs a few s
 many of the other in turn, each block between barriers. (Records are written up to 0.25 s later: in
 single steps by turns one kind would pay for the other.) Stages sleep 1 ms a task, so every
 dispatch, hand-off and arrival counts. `on / off` is the median over the pairs of blocks.
-`disabled`: all that a task calls of a recorder that keeps nothing, in microseconds.
+`disabled`: all that a task calls of a recorder that keeps nothing, in microseconds. `metrics`: the same of
+what `Runtime.metrics()` tells.
 """
 
 import argparse
@@ -34,6 +35,7 @@ from sleeping import SleepingStage
 import rrfp_async
 from rrfp_async.arbiter import Decision, Reason
 from rrfp_async.ids import Edge, TaskId
+from rrfp_async.metrics import Meter
 from rrfp_async.trace.recorder import Recorder
 from rrfp_async.trace.records import Direction
 
@@ -59,6 +61,19 @@ def disabled_us() -> float:
         recorder.ran(task, 1.0, 2.0)
         recorder.transferred(task, edge, Direction.SEND, 2, (), begun_s=1.0)
         recorder.transferred(task, edge, Direction.RECEIVE, 0, (), begun_s=1.0)
+
+    return 1e6 * min(timeit.repeat(call, number=CALLS, repeat=5)) / CALLS
+
+
+def metrics_us() -> float:
+    """Microseconds that a task's counting takes: idle, run, a tensor received, a tensor sent."""
+    meter, task, tensors = Meter(), TaskId.parse("1F7"), [torch.zeros(ROWS, WIDTH)]
+
+    def call() -> None:
+        meter.idle.observe(0.0021)
+        meter.tasks[task.kind].observe(0.0021)
+        meter.received.count(tensors)
+        meter.sent.count(tensors)
 
     return 1e6 * min(timeit.repeat(call, number=CALLS, repeat=5)) / CALLS
 
@@ -121,6 +136,7 @@ def show(result: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     console.print(f"disabled: {result['disabled_us']:.2f} µs a task")
+    console.print(f"metrics: {result['metrics_us']:.2f} µs a task")
 
 
 def run_rank(options: argparse.Namespace) -> None:
@@ -138,6 +154,7 @@ def run_rank(options: argparse.Namespace) -> None:
                 **summary(pairs),
                 "lines_per_task": lines_per_task(folder, options.microbatches),
                 "disabled_us": disabled_us(),
+                "metrics_us": metrics_us(),
                 "torch": torch.__version__,
                 "date": date.today().isoformat(),
             }

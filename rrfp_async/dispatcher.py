@@ -31,7 +31,7 @@ from rrfp_async.session import FIRST_RANK, Session
 from rrfp_async.tasks.batch import Arguments, Batch
 from rrfp_async.tasks.kinds import deliver
 from rrfp_async.tasks.stage import Stage
-from rrfp_async.tasks.step import RankTimes, StepReport, StepRequest, stage_inputs
+from rrfp_async.tasks.step import RankTimes, StepReport, StepRequest, check_sizes, stage_inputs
 from rrfp_async.tp.group import make_agreement
 from rrfp_async.trace.journal import Journal
 from rrfp_async.trace.recorder import Recorder
@@ -77,7 +77,8 @@ class Dispatcher:
         watched = (frontier.arbiter, frontier.ready_set, frontier.backpressure)
         recorder.watch(*watched, splits=config.splits)
         meter = Meter() if meter is None else meter
-        meter.watch(wires.bus, wires.transfer, frontier, recorder)
+        meter.watch(wires.bus, wires.transfer, frontier, recorder, held=lambda: len(self._held))
+        self._received = meter.received
         self._stall_timeout_s = config.stall_timeout_s
         self._wake = asyncio.Event()
         self._clock = SharedClock(world.clock)
@@ -98,6 +99,7 @@ class Dispatcher:
             frontier.backpressure,
             self._journal,
             recorder=recorder,
+            sent=meter.sent,
             changed=self._wake.set,
             broke=self._transfer_broke,
         )
@@ -197,7 +199,7 @@ class Dispatcher:
             arguments = batch.split_inputs() if self._takes_inputs else []
             own_sizes = batch.sizes(arguments) if arguments else None
             begin = await self._session.begin(own_sizes, request.seed)
-            self._check_sizes(own_sizes, begin.sizes)
+            check_sizes(own_sizes, begin.sizes, called=self._world.called)
             self._world.device.follow_caller()
             if self._recorder.keeps or self._world.topology.tp > 1:
                 await self._align_clocks()
@@ -243,13 +245,6 @@ class Dispatcher:
             self._recorder.begin_run(self._alignment.offset_s, self._alignment.error_s)
         mode = {"training": begin.training, "update": begin.update}
         self._recorder.begin_step(begin.step, **mode, sizes=begin.sizes)
-
-    def _check_sizes(self, own: tuple[int, ...] | None, sizes: tuple[int, ...]) -> None:
-        if own is not None and own != sizes:
-            raise ValueError(
-                f"{self._world.called} was given microbatches of {list(own)} "
-                f"samples, rank 0 of {list(sizes)}: give as many on every rank that takes inputs"
-            )
 
     def _begin(
         self,
@@ -387,6 +382,7 @@ class Dispatcher:
     ) -> None:
         where = (header.edge, Direction.RECEIVE, header.link.source, tensors)
         self._recorder.transferred(header.task, *where, begun_s=begun_s, packed=packed)
+        self._received.count(tensors)
 
     def _expects(self, header: Header) -> bool:
         """Whether something in this step waits for what the header announces."""

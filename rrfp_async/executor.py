@@ -278,11 +278,13 @@ class Executor:
             decision = Decision(task, None, len(self._frontier.arbiter.ready), (), Reason.BESIDE)
             self._recorder.dispatched(decision, 0.0)
             self._journal.note("dispatched", task)
+            begun_s = self._world.clock()
             try:
                 await self._reduce_gradients(task)
             except Exception as error:
                 raise self._task_failed(error, task) from error
             self._journal.note("completed", task)
+            self._meter.tasks[task.kind].observe(self._world.clock() - begun_s)
             self._complete(task)
             self._wake.set()
 

@@ -13,6 +13,7 @@ from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.messages import Header
 from rrfp_async.errors import TransferError
 from rrfp_async.ids import Link, TaskId, TaskKind
+from rrfp_async.metrics import Traffic
 from rrfp_async.session import Session
 from rrfp_async.tasks.boundary import Outgoing
 from rrfp_async.trace.journal import Journal
@@ -31,6 +32,7 @@ class Outbox:
         backpressure: Told of sends that open and close.
         journal: Told of sends that ended.
         recorder: Likewise.
+        sent: Likewise.
         changed: Called when there may be room for another task, or the step is to fail.
         broke: Awaited with what a transfer raised, before it ends the step.
     """
@@ -44,6 +46,7 @@ class Outbox:
         journal: Journal,
         *,
         recorder: Recorder,
+        sent: Traffic,
         changed: Callable[[], None],
         broke: Callable[[BaseException], Awaitable[None]],
     ) -> None:
@@ -54,6 +57,7 @@ class Outbox:
         self._backpressure = backpressure
         self._journal = journal
         self._recorder = recorder
+        self._sent = sent
         self._changed = changed
         self._broke = broke
         self._sequences: Counter[Link] = Counter()
@@ -135,6 +139,7 @@ class Outbox:
     ) -> None:
         where = (header.edge, Direction.SEND, header.link.target, outgoing.tensors)
         self._recorder.transferred(header.task, *where, begun_s=announced_s, packed=packed)
+        self._sent.count(outgoing.tensors)
 
     async def _transfer(self, header: Header, outgoing: Outgoing, announced_s: float) -> None:
         """Send an edge's tensors, which must not have changed by the time the receiver has them."""

@@ -147,7 +147,7 @@ class Runtime:
         self._bus: Bus | None = None
         self._recorder = Recorder()
         self._guard = Guard(world)
-        self._meter = Meter()
+        self._meter = Meter(lambda: self._update.scale_used)
         self._gradients_used = True
 
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -89,6 +89,24 @@ def stage_inputs(
     )
 
 
+def check_sizes(own: tuple[int, ...] | None, sizes: tuple[int, ...], *, called: str) -> None:
+    """Refuse a batch that is not of the step's `sizes`.
+
+    Args:
+        own: The samples of each microbatch that this rank was given; None if it takes no inputs.
+        sizes: The first rank's.
+        called: This rank.
+
+    Raises:
+        ValueError: Naming both.
+    """
+    if own is not None and own != sizes:
+        raise ValueError(
+            f"{called} was given microbatches of {list(own)} samples, rank 0 of {list(sizes)}: "
+            f"give as many on every rank that takes inputs"
+        )
+
+
 def most_kept(stages: Iterable[Stage]) -> int | None:
     """The bytes that the heaviest of `stages` keeps; None until every one was measured."""
     most = 0

@@ -86,6 +86,10 @@ class Update:
     Raises:
         ValueError: If `max_grad_norm` is no positive number, `grad_scaler` none of torch's, or a
             parameter is one that it cannot unscale.
+
+    Attributes:
+        scale_used: What the losses of the last step that updated were multiplied by; None before
+            it, or without a scaler.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Update:
         self._everything = _StandIn(0.0, device, self._parameters)
         self._veto = _StandIn(math.inf, device)
         self._scale: float | None = None  # while a step is between its report and its verdict
+        self.scale_used: float | None = None
         if self._scaler is not None:
             _check_not_half(self._stages)
 
@@ -168,7 +173,7 @@ class Update:
         if self._scaler is None:
             return True
         self.loss_scale()  # a scaler has no scale until it has scaled
-        self._scale = self._scaler.get_scale()
+        self._scale = self.scale_used = self._scaler.get_scale()
         self._everything.stepped = False
         self._scaler.step(self._everything.as_optimizer())
         return self._everything.stepped

@@ -24,6 +24,11 @@ def test_the_calls_of_a_recorder_that_keeps_nothing_are_clocked() -> None:
     assert tracing.disabled_us() > 0.0
 
 
+def test_what_a_task_counts_is_clocked() -> None:
+    """It takes some time."""
+    assert tracing.metrics_us() > 0.0
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
