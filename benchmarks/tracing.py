@@ -7,12 +7,13 @@ Every rank has two Runtimes on one world, one with `trace_dir`, and runs a few s
 many of the other in turn, each block between barriers. (Records are written up to 0.25 s later: in
 single steps by turns one kind would pay for the other.) Stages sleep 1 ms a task, so every
 dispatch, hand-off and arrival counts. `on / off` is the median over the pairs of blocks.
-`disabled`: all that a task calls of a recorder that keeps nothing, in microseconds. `metrics`: the same of
-what `Runtime.metrics()` tells.
+`disabled`: all that a task calls of a recorder that keeps nothing, in microseconds. `metrics`: the
+same of what `Runtime.metrics()` tells.
 """
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -92,7 +93,7 @@ async def pairs_ms(
             config = rrfp_async.Config(microbatches=microbatches, hint="bf", trace_dir=trace_dir)
             runtime = rrfp_async.Runtime(module, world=world, config=config, loss_fn=loss_fn)
             runtimes.append(await resources.enter_async_context(runtime))
-        for number in range(options.steps // options.block + 1):
+        for number in range(math.ceil(options.steps / options.block) + 1):
             took = [0.0, 0.0]
             for which in (0, 1) if number % 2 else (1, 0):  # neither is always the first
                 dist.barrier()

@@ -33,9 +33,12 @@ def test_what_a_task_counts_is_clocked() -> None:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_two_ranks_take_steps_of_both_kinds() -> None:
-    """Under torchrun: as many pairs as asked for, and lines were written for one of each."""
+    """Under torchrun: as many pairs of blocks as hold the steps, and one of each has a log."""
     ended = subprocess.run(
-        [sys.executable, "benchmarks/tracing.py", "--ranks", "2", "--steps", "3", "--json"],
+        [
+            *(sys.executable, "benchmarks/tracing.py", "--ranks", "2", "--json"),
+            *("--steps", "5", "--block", "2"),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
