@@ -1,6 +1,6 @@
 """Two chunks a rank in a V, on the virtual cluster: ZBV as it stands, as a hint, and our orders.
 
-    python benchmarks/chunks.py --seeds 20
+    python -m benchmarks.chunks --seeds 20
 
 8 ranks, 16 microbatches, jitter J2, delays of 0.2 ms. Every order meets the same draws; the rows
 with one chunk run the same work, two stages in a row as one. Peaks count what a rank holds in

@@ -1,8 +1,8 @@
 """What a dispatch costs: the choice itself, and the way from an arrival to a running task.
 
-    python benchmarks/dispatch.py            # tables
-    python benchmarks/dispatch.py --torchrun # the path between two processes
-    python benchmarks/dispatch.py --json     # one JSON object
+    python -m benchmarks.dispatch            # tables
+    python -m benchmarks.dispatch --torchrun # the path between two processes
+    python -m benchmarks.dispatch --json     # one JSON object
 
 `choose`: Arbiter.choose + commit with 8, 64 and 1,024 ready tasks. `path`: on rank 1 of two ranks,
 whose device is idle, (header received -> receive posted) + (tensor complete ->
@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -30,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rrfp_async
+from benchmarks.launching import start
 from rrfp_async.arbiter import Arbiter
 from rrfp_async.backpressure import Backpressure
 from rrfp_async.bus.base import Bus, BusStatistics
@@ -312,8 +312,7 @@ def main() -> int:
     parser.add_argument("--torchrun", action="store_true", help="two processes, started here")
     options = parser.parse_args()
     if options.torchrun and not under_torchrun():
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        return subprocess.call([*launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        return start("dispatch", *sys.argv[1:], ranks=2)
     result = measure()
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(result)) if options.json else show(result)

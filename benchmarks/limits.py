@@ -1,6 +1,6 @@
 """How the limit on forwards in flight trades speed for memory, on the virtual cluster.
 
-    python benchmarks/limits.py --seeds 20
+    python -m benchmarks.limits --seeds 20
 
 For each kind of pipeline: limit -> ratio to the bound (1 is perfect), the median over the seeds,
 and the most forwards that any rank ever held in flight. `auto` is the

@@ -9,9 +9,7 @@ the ranks compute, one thread each, so more ranks than cores would measure the m
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import rrfp_async
+from benchmarks.launching import start
 from benchmarks.options import count
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))  # they are scripts
@@ -117,9 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if dist.is_torchelastic_launched():
         run_rank(options)
         return 0
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    command += [str(options.ranks), "-m", "benchmarks.real_compute", *given]
-    return subprocess.call(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return start("real_compute", *given, ranks=options.ranks)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,9 @@ the same modules loaded takes.
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from datetime import date
@@ -31,6 +28,7 @@ from rich.table import Table
 
 import rrfp_async
 from benchmarks.emulation import Emulated, SleepingLayer, batch_of
+from benchmarks.launching import rows_from
 from benchmarks.options import counts
 from benchmarks.peers import SEED, WIDTH, loss_fn
 from rrfp_async.config import Config
@@ -134,19 +132,12 @@ def resident_bytes() -> int:
 
 def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Every size in processes of its own."""
-    rows = []
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
-    this = ["-m", "benchmarks.scaling"]
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        written = ["--out", str(out)]
-        microbatches = ["--microbatches", ",".join(map(str, options.microbatches))]
-        commands = [[*torchrun, str(ranks), *this, *microbatches] for ranks in options.real]
-        commands += [[sys.executable, *this, "--virtual", str(n)] for n in options.virtual]
-        for command in commands:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            subprocess.run([*command, *written], env=environment, check=True)
-            rows += json.loads(out.read_text())
+    rows: list[dict[str, Any]] = []
+    microbatches = ",".join(map(str, options.microbatches))
+    for ranks in options.real:
+        rows += rows_from("scaling", "--microbatches", microbatches, ranks=ranks)
+    for ranks in options.virtual:
+        rows += rows_from("scaling", "--virtual", str(ranks))
     return rows
 
 

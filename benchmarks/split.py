@@ -1,6 +1,6 @@
 """What splitting the backward costs: I + W beside the fused backward and beside torch's helper.
 
-    python benchmarks/split.py
+    python -m benchmarks.split
 
 A stage of GPT blocks on random activations, one thread. Every repetition runs the fused backward,
 ours and torch.distributed.pipelining's helper one after the other, so that noise meets all three;

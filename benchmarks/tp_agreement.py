@@ -17,11 +17,8 @@ hand-off to the compute thread too. `retries` are per rank and step.
 import argparse
 import gc
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -38,6 +35,7 @@ from torch import nn
 
 import rrfp_async
 from benchmarks.emulation import Emulated, SleepingLayer, batch_of
+from benchmarks.launching import rows_from
 from benchmarks.options import among, count
 from rrfp_async.config import TP_PROTOCOLS
 from rrfp_async.sim.costs import JITTERS, Costs, Profile, draw_costs
@@ -182,16 +180,10 @@ def run_rank(options: argparse.Namespace) -> None:
 def launch(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Start the ranks of every grid, one grid after another; their rows."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for pp, tp in options.grids:
-            out = Path(folder) / f"{pp}x{tp}.json"
-            command = [sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nproc-per-node", str(pp * tp), "-m", "benchmarks.tp_agreement"]
-            command += ["--grids", f"{pp}x{tp}", "--jitter", options.jitter, "--hint", options.hint]
-            command += ["--microbatches", str(options.microbatches), "--steps", str(options.steps)]
-            command += ["--out", str(out)]
-            subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-            rows += json.loads(out.read_text())
+    for pp, tp in options.grids:
+        arguments = ["--grids", f"{pp}x{tp}", "--jitter", options.jitter, "--hint", options.hint]
+        arguments += ["--microbatches", str(options.microbatches), "--steps", str(options.steps)]
+        rows += rows_from("tp_agreement", *arguments, ranks=pp * tp)
     return rows
 
 

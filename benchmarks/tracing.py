@@ -1,7 +1,7 @@
 """What the log costs: steps with and without one in turn, and what is left where there is none.
 
-    python benchmarks/tracing.py             # starts its own ranks with torchrun
-    python benchmarks/tracing.py --json      # one JSON object
+    python -m benchmarks.tracing             # starts its own ranks with torchrun
+    python -m benchmarks.tracing --json      # one JSON object
 
 Every rank has two Runtimes on one world, one with `trace_dir`, and runs a few steps of one and as
 many of the other in turn, each block between barriers. (Records are written up to 0.25 s later: in
@@ -16,7 +16,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,12 +27,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from options import count
 from rich.console import Console
 from rich.table import Table
-from sleeping import SleepingStage
 
 import rrfp_async
+from benchmarks.emulation import Emulated, SleepingLayer, batch_of
+from benchmarks.launching import start
+from benchmarks.options import count
 from rrfp_async.arbiter import Decision, Reason
 from rrfp_async.ids import Edge, TaskId
 from rrfp_async.metrics import Meter
@@ -84,8 +84,9 @@ async def pairs_ms(
 ) -> list[tuple[float, float]]:
     """Milliseconds of a step with the log and of one beside it without; the first left out."""
     microbatches = options.microbatches
-    module = SleepingStage(WIDTH, TASK_S, TASK_S)
-    batch = torch.zeros(ROWS * microbatches, WIDTH)
+    emulated = Emulated(world.rank, lambda kind, _: TASK_S if kind == "F" else TASK_S / 2)
+    module = SleepingLayer(WIDTH, emulated, seed=0)
+    batch = batch_of(microbatches, ROWS, WIDTH)
     pairs = []
     async with AsyncExitStack() as resources:
         runtimes = []
@@ -96,6 +97,7 @@ async def pairs_ms(
         for number in range(math.ceil(options.steps / options.block) + 1):
             took = [0.0, 0.0]
             for which in (0, 1) if number % 2 else (1, 0):  # neither is always the first
+                emulated.spans.clear()
                 dist.barrier()
                 begun = time.perf_counter()
                 for _ in range(options.block):
@@ -174,12 +176,10 @@ def main() -> int:
     parser.add_argument("--block", type=count, default=5, help="steps of one kind in a row")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if dist.is_torchelastic_launched():
         run_rank(options)
         return 0
-    launcher = [sys.executable, "-m", "torch.distributed.run"]
-    command = [*launcher, "--nproc-per-node", str(options.ranks), *sys.argv]
-    return subprocess.call(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return start("tracing", *sys.argv[1:], ranks=options.ranks)
 
 
 if __name__ == "__main__":

@@ -23,11 +23,8 @@ import argparse
 import gc
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -44,6 +41,7 @@ from rich.table import Table
 import rrfp_async
 from benchmarks.deepspeed_peer import DEEPSPEED, DeepSpeedPeer, unavailable
 from benchmarks.emulation import Emulated, SleepingLayer, Span, batch_of
+from benchmarks.launching import rows_from
 from benchmarks.options import among, count, counts
 from benchmarks.peers import (
     SEED,
@@ -345,15 +343,7 @@ def _is_wanted(system: System, wanted: Sequence[str]) -> bool:
 
 def launch(options: argparse.Namespace, arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Start the ranks of every pipeline size, one size after another; their rows."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for pp in options.pp:
-            out = Path(folder) / f"{pp}.json"
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(pp)]
-            command += ["-m", "benchmarks.versus_torch", *arguments, "--out", str(out)]
-            subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True)
-            rows += json.loads(out.read_text())
-    return rows
+    return [row for pp in options.pp for row in rows_from("versus_torch", *arguments, ranks=pp)]
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 
-from rrfp_async.averaging import Averaging
 from rrfp_async.bus.messages import AgreementMessage, Header, Message, StepBegin
 from rrfp_async.clocks import SAME_CLOCK, Alignment, SharedClock
 from rrfp_async.config import Config
@@ -103,21 +102,8 @@ class Dispatcher:
             changed=self._wake.set,
             broke=self._transfer_broke,
         )
-        self._reduction = Reduction(
-            topology,
-            world.place.pp,
-            stages,
-            device=world.device,
-            export=wires.transfer.export,
-            send=partial(self._outbox.put, at_once=True),
-        )
-        self._averaging = Averaging(
-            stages,
-            wires.replicas,
-            tied=self._reduction.tasks(),
-            number=len(topology.tied_parameters),
-            device=world.device,
-        )
+        send = partial(self._outbox.put, at_once=True)
+        self._reduction = Reduction(world, wires, stages, send=send)
         self._executor = Executor(
             world=world,
             wires=wires,
@@ -128,7 +114,7 @@ class Dispatcher:
             session=session,
             journal=self._journal,
             recorder=recorder,
-            reduce=self._reduce,
+            reduce=self._reduction.run,
             wake=self._wake,
             meter=meter,
             ahead=config.activation_budget_bytes is None,
@@ -260,7 +246,7 @@ class Dispatcher:
         split = [stage.index for stage in self._stages.values() if stage.splits]
         reduced: dict[TaskId, Sequence[int | TaskId]] = {}
         if request.update:
-            reduced = {**self._reduction.tasks(), **self._averaging.tasks()}
+            reduced = self._reduction.tasks()
             self._reduction.begin_step()
         count, backward = len(begin.sizes), request.training
         self._frontier.begin_step(count, backward=backward, split=split, reduced=reduced)
@@ -268,15 +254,6 @@ class Dispatcher:
         held, self._held = self._held, deque()
         for source, header in held:
             self._handle(source, header)
-
-    async def _reduce(self, task: TaskId) -> None:
-        """Run a reduction; where one breaks, let the bus speak first, as for a transfer."""
-        averages = task in self._averaging.tasks()
-        try:
-            await (self._averaging if averages else self._reduction).run(task)
-        except TransferError:
-            await asyncio.sleep(EXPLAIN_S)
-            raise
 
     async def _losses(self) -> tuple[list[float], float | None]:
         """The last stage's losses, read where their tensors are; nothing on other ranks."""

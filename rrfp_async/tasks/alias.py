@@ -1,7 +1,7 @@
 """Two stages of one rank that share a parameter: for a step, one gets a stand-in over its memory.
 
 So each stage's gradients are accumulated on their own, in microbatch order, and are summed once
-(reduction.py) in one order. Whatever is done between steps sees the one parameter.
+(tied_sums.py) in one order. Whatever is done between steps sees the one parameter.
 """
 
 import torch

@@ -36,7 +36,7 @@ def test_two_ranks_take_steps_of_both_kinds() -> None:
     """Under torchrun: as many pairs of blocks as hold the steps, and one of each has a log."""
     ended = subprocess.run(
         [
-            *(sys.executable, "benchmarks/tracing.py", "--ranks", "2", "--json"),
+            *(sys.executable, "-m", "benchmarks.tracing", "--ranks", "2", "--json"),
             *("--steps", "5", "--block", "2"),
         ],
         cwd=ROOT,
