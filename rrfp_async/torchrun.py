@@ -147,7 +147,7 @@ def torchrun_world(topology: Topology | None = None, *, device: str = "cpu") -> 
         place,
         time.perf_counter,
         wiring.connect,
-        store,
+        wiring.own_store(),
         mesh,
         None if stuck is None else stuck.end,
     )
@@ -203,9 +203,16 @@ class _Wiring:
         topology = self._topology
         if topology.dp * topology.tp == 1:
             return None
-        store = c10d.PrefixStore(f"{self._keys}/mesh", self._store)
+        store = self._prefixed("mesh")
         rank, host = self._launch.rank, self._host
         return device_mesh(topology, rank=rank, store=store, host=host, device=self._device)
+
+    def own_store(self) -> Any:
+        """For the program: what it sets there for one world, no other world of the ranks finds."""
+        return self._prefixed("program")
+
+    def _prefixed(self, name: str) -> Any:
+        return c10d.PrefixStore(f"{self._keys}/{name}", self._store)
 
     def connect(self, config: Config) -> Connecting:
         """The wires of the next Runtime of this process."""

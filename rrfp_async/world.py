@@ -92,7 +92,8 @@ class World:
         clock: Seconds, monotonic.
         connect: Opens the wires of this rank's next Runtime, given its config. The n-th Runtimes
             of all ranks share theirs, so each rank must build its Runtimes in the same order.
-        store: A `torch.distributed.Store` that all ranks reach, or None in one process.
+        store: A `torch.distributed.Store` of this world that all its ranks reach, or None in one
+            process.
         mesh: torch's `DeviceMesh` of the dimensions ("pp", "dp", "tp"), for `parallelize_module`
             and ZeroRedundancyOptimizer; None in one process, and where dp = tp = 1.
         end_collectives: Ends what a task of a failed step still waits for in the mesh's groups;

@@ -126,9 +126,9 @@ class JsonlTrace(Trace):
         self._closed = True
         self.flush()
         self._thread.join(_CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():  # the disk hangs: the thread is a daemon and stays behind
-            self._refused += self._taken - self._written - self._failed
-            self._taken = self._written + self._failed
+        # What is left will not be written: the thread has died, or the disk hangs and it stays.
+        self._refused += self._taken - self._written - self._failed
+        self._taken = self._written + self._failed
         if lost := self.statistics()["lost"]:
             warnings.warn(f"the trace lost {lost} records", RuntimeWarning, stacklevel=2)
 
@@ -144,19 +144,21 @@ class JsonlTrace(Trace):
     # -- on the thread ---------------------------------------------------------------------------
 
     def _write_all(self) -> None:
-        while not self._closed:
-            self._some.wait()
-            self._now.wait(_GATHER_S)
-            self._now.clear()
-            self._some.clear()
-            self._called = False  # from here on the caller calls again
+        try:
+            while not self._closed:
+                self._some.wait()
+                self._now.wait(_GATHER_S)
+                self._now.clear()
+                self._some.clear()
+                self._called = False  # from here on the caller calls again
+                self._drain()
             self._drain()
-        self._drain()
-        with suppress(OSError, ValueError):
-            self._tell_lost()
-        with suppress(OSError):
-            self._file.close()
-        self._claimed.close()
+            with suppress(OSError, ValueError):
+                self._tell_lost()
+        finally:
+            with suppress(OSError):
+                self._file.close()
+            self._claimed.close()
 
     def _drain(self) -> None:
         while self._buffer:

@@ -20,6 +20,7 @@ from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = REPOSITORY / "examples" / "train_gpt.py"
+TRAINER = Path(__file__).with_name("worker_train.py")
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 29_400
 RANKS_PER_HOST = 2
@@ -256,10 +257,26 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
 
 def run_here(ranks: int, *words: str, timeout_s: float) -> dict[str, Any]:
     """The example under torchrun on this host; returns the JSON object that it ends with."""
+    [*_, result] = _told(ranks, EXAMPLE, *words, timeout_s=timeout_s)
+    return result
+
+
+def run_all_here(
+    ranks: int, lines: Sequence[Sequence[str]], *, timeout_s: float
+) -> list[dict[str, Any]]:
+    """The same for several command lines, one after another in the same processes."""
+    results = _told(ranks, TRAINER, json.dumps(lines), timeout_s=timeout_s)
+    assert len(results) == len(lines)
+    return results
+
+
+def _told(ranks: int, script: Path, *words: str, timeout_s: float) -> list[dict[str, Any]]:
+    """The JSON objects that a script under torchrun prints."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    paths = f"{REPOSITORY}{os.pathsep}{EXAMPLE.parent}"
     process = subprocess.Popen(
-        [*launcher, "--nproc-per-node", str(ranks), str(EXAMPLE), *words],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        [*launcher, "--nproc-per-node", str(ranks), str(script), *words],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -271,5 +288,4 @@ def run_here(ranks: int, *words: str, timeout_s: float) -> dict[str, Any]:
         process.communicate()
         raise
     assert process.returncode == 0, errors
-    result: dict[str, Any] = json.loads(told.splitlines()[-1])
-    return result
+    return [json.loads(line) for line in told.splitlines() if line.startswith("{")]

@@ -1,6 +1,7 @@
 """The example under torchrun trains to the same bits as in one process and as unpartitioned."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,27 @@ import training
 
 from tests import logs
 from tests.examples.logs import dispatched, write_csv
-from tests.ranks.hosts import run_here
+from tests.ranks.hosts import run_all_here, run_here
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(150)]
 
 WORDS = ("--steps", "5", "--microbatches", "8", "--json")
-SEEDS = (1, 2)
-SAMPLED = {("auto", 1)}
-CASES = [
-    pytest.param(hint, seed, marks=[] if (hint, seed) in SAMPLED else [pytest.mark.slow])
+SEEDS = ("1", "2")
+ORDERS = [
+    ("--hint", hint, "--delay-seed", seed)
     for hint, seeds in (
-        *(("auto", SEEDS), ("bf", SEEDS), ("bfw", SEEDS)),
-        *(("fb", (1,)), ("f-priority", (2,))),
+        *(("auto", "2"), ("bf", SEEDS), ("bfw", SEEDS)),
+        *(("fb", "1"), ("f-priority", "2")),
     )
     for seed in seeds
 ]
 LISTS = ("1f1b", "gpipe", "zb-h1", "csv:{csv}", "replay:{log}")
-CHUNKED = {
-    "bfw in a v": ("--hint", "bfw", "--chunks", "2", "--placement", "v"),
-    "bf in a loop": ("--hint", "bf", "--chunks", "2"),
-    "zbv in a v": ("--hint", "zbv", "--chunks", "2", "--placement", "v"),
-    "interleaved in a loop": ("--hint", "interleaved", "--chunks", "2"),
-}
+CHUNKED = [
+    ("--hint", "bfw", "--chunks", "2", "--placement", "v"),
+    ("--hint", "bf", "--chunks", "2"),
+    ("--hint", "zbv", "--chunks", "2", "--placement", "v"),
+    ("--hint", "interleaved", "--chunks", "2"),
+]
 ENDS_WITHIN_S = 120.0
 
 
@@ -60,66 +60,79 @@ def reference() -> dict[str, Any]:
     return _in_this_process("--reference")
 
 
-def _under_torchrun(ranks: int, *words: str) -> dict[str, Any]:
-    result = run_here(ranks, *WORDS, *words, timeout_s=ENDS_WITHIN_S)
-    assert result["ranks"] == ranks
-    return bits(result)
+def _under_torchrun(ranks: int, lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """What each command line came to; a launch for all of them."""
+    given = [[*WORDS, *words] for words in lines]
+    results = run_all_here(ranks, given, timeout_s=ENDS_WITHIN_S)
+    assert [result["ranks"] for result in results] == [ranks] * len(lines)
+    return [bits(result) for result in results]
 
 
-@pytest.mark.parametrize(("hint", "seed"), CASES)
-def test_four_processes_train_to_the_bits_of_one_process_and_of_the_unpartitioned_model(
-    hint: str, seed: int
-) -> None:
-    """Losses of five steps and the hash over all gradients, for any hint and arrival order."""
-    order = ("--hint", hint, "--delay-seed", str(seed))
-    processes = _under_torchrun(4, *order)
+def assert_all_train_as_the_reference(lines: Sequence[Sequence[str]], ranks: int = 4) -> None:
+    """Each command line to its losses and its hash."""
+    for words, result in zip(lines, _under_torchrun(ranks, lines), strict=True):
+        assert result == reference(), words
+
+
+def test_four_processes_train_to_the_bits_of_one_process_and_of_the_unpartitioned_model() -> None:
+    """Losses of five steps and the hash over all gradients, as the README starts it."""
+    order = ("--hint", "auto", "--delay-seed", "1")
+    processes = bits(run_here(4, *WORDS, *order, timeout_s=ENDS_WITHIN_S))
     assert processes == reference()
     assert processes == _in_this_process("--ranks", "4", *order)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hint", LISTS)
-def test_four_processes_execute_a_list_to_the_bits_of_the_unpartitioned_model(
-    hint: str, tmp_path: Path
-) -> None:
-    """Generated, read from a file, or replayed, in which case the logs are equal."""
-    log, again = tmp_path / "log", tmp_path / "again"
-    hint = hint.format(csv=write_csv(tmp_path / "order.csv"), log=log)
-    if hint.startswith("replay:"):
-        _under_torchrun(4, "--delay-seed", "1", "--trace-dir", str(log))
-    order = ("--hint", hint, "--binding", "--delay-seed", "2", "--trace-dir", str(again))
-    assert _under_torchrun(4, *order) == reference()
-    if hint.startswith("replay:"):
-        assert dispatched(again) == dispatched(log)
+def test_four_processes_train_to_the_same_bits_for_any_hint_and_arrival_order() -> None:
+    """And so does one process with four ranks."""
+    assert_all_train_as_the_reference(ORDERS)
+    for order in ORDERS:
+        assert _in_this_process("--ranks", "4", *order) == reference(), order
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(CHUNKED))
-def test_four_processes_with_two_stages_each_train_to_the_bits_of_the_unpartitioned_model(
-    name: str,
+def test_four_processes_execute_a_list_to_the_bits_of_the_unpartitioned_model(
+    tmp_path: Path,
 ) -> None:
+    """Generated, read from a file, or replayed, in which case the logs are equal."""
+    log, csv = tmp_path / "log", write_csv(tmp_path / "order.csv")
+    lines: list[tuple[str, ...]] = [("--delay-seed", "1", "--trace-dir", str(log))]
+    for place, name in enumerate(LISTS):
+        hint = ("--hint", name.format(csv=csv, log=log), "--binding")
+        lines.append((*hint, "--delay-seed", "2", "--trace-dir", str(tmp_path / str(place))))
+    assert_all_train_as_the_reference(lines)
+    replayed = tmp_path / str(len(LISTS) - 1)
+    assert dispatched(replayed) == dispatched(log)
+
+
+@pytest.mark.slow
+def test_four_processes_with_two_stages_each_train_to_the_bits_of_the_unpartitioned_model() -> None:
     """Eight stages on four ranks, for one arrival order; in one process likewise."""
-    order = (*CHUNKED[name], "--delay-seed", "3")
-    assert _under_torchrun(4, *order) == reference()
-    assert _in_this_process("--ranks", "4", *order) == reference()
+    lines = [(*chunked, "--delay-seed", "3") for chunked in CHUNKED]
+    assert_all_train_as_the_reference(lines)
+    for words in lines:
+        assert _in_this_process("--ranks", "4", *words) == reference(), words
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_one_and_two_processes_train_to_the_bits_of_the_unpartitioned_model(ranks: int) -> None:
     """The number of stages changes nothing either."""
-    assert _under_torchrun(ranks) == reference()
+    assert_all_train_as_the_reference([()], ranks)
 
 
 @pytest.mark.slow
 def test_processes_really_dispatch_in_other_orders_for_other_seeds(tmp_path: Path) -> None:
     """Every rank's log holds each task once a step; the orders differ between seeds."""
-    seen = []
-    for seed in SEEDS:
-        folder = tmp_path / str(seed)
-        order = ("--hint", "bf", "--delay-seed", str(seed))
-        _under_torchrun(4, *order, "--trace-dir", str(folder))
-        seen.append([logs.dispatched(folder, rank) for rank in range(4)])
+    folders = [tmp_path / seed for seed in SEEDS]
+    _under_torchrun(
+        4,
+        [
+            ("--hint", "bf", "--delay-seed", seed, "--trace-dir", str(folder))
+            for seed, folder in zip(SEEDS, folders, strict=True)
+        ],
+    )
+    seen = [[logs.dispatched(folder, rank) for rank in range(4)] for folder in folders]
     assert seen[0] != seen[1]
     for ranks in seen:
         for rank, order in enumerate(ranks):

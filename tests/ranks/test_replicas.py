@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from functools import cache
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.logs import dispatched
 from tests.ranks.conftest import Launch
-from tests.ranks.hosts import run_here
+from tests.ranks.hosts import run_all_here
 from tests.ranks.launching import Job
 from tests.ranks.plan import Fault, Plan
 from tests.ranks.test_bits import WORDS, reference
@@ -25,11 +25,12 @@ PEER_TIMEOUT_S = 3.0
 GRACE_S = 5.0
 
 
-@cache
-def run(ranks: int, *words: str) -> dict[str, Any]:
-    """What the example came to, without times and settings."""
-    result = run_here(ranks, *WORDS, *words, timeout_s=ENDS_WITHIN_S)
-    return {name: result[name] for name in ("losses", "replica_grad_sha256")}
+def run(ranks: int, lines: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+    """What the example came to with each command line, without times and settings."""
+    given = [[*WORDS, *words] for words in lines]
+    results = run_all_here(ranks, given, timeout_s=ENDS_WITHIN_S)
+    names = ("losses", "replica_grad_sha256")
+    return [{name: result[name] for name in names} for result in results]
 
 
 def assert_trains_as_the_reference(result: dict[str, Any], replicas: int) -> None:
@@ -39,51 +40,60 @@ def assert_trains_as_the_reference(result: dict[str, Any], replicas: int) -> Non
     assert len(set(result["replica_grad_sha256"])) == 1
 
 
-@pytest.mark.parametrize("order", ["auto", "bfw", "bf --chunks 2"])
-def test_two_replicas_of_two_stages_train_as_one_model_in_any_order(order: str) -> None:
+def test_two_replicas_of_two_stages_train_as_one_model_in_any_order() -> None:
     """PP2 x DP2: replicas equal to the bit, and so are runs whose delays differ."""
-    runs = [run(4, "--dp", "2", "--hint", *order.split(), "--delay-seed", s) for s in "12"]
-    assert_trains_as_the_reference(runs[0], 2)
-    assert runs[0] == runs[1]
+    orders = [("auto",), ("bfw",), ("bf", "--chunks", "2")]
+    lines = [("--dp", "2", "--hint", *order, "--delay-seed", s) for order in orders for s in "12"]
+    runs = run(4, lines)
+    for first, second in zip(runs[::2], runs[1::2], strict=True):
+        assert_trains_as_the_reference(first, 2)
+        assert first == second
 
 
 def test_three_replicas_of_one_stage_average_alike() -> None:
     """A ring of three: every rank gets the same bits."""
-    digests = run(3, "--dp", "3", "--batch", "24")["replica_grad_sha256"]
+    [result] = run(3, [("--dp", "3", "--batch", "24")])
+    digests = result["replica_grad_sha256"]
     assert digests == digests[:1] * 3
 
 
 @pytest.mark.parametrize(
-    ("dp", "ranks", "more", "seeds"),
+    ("dp", "ranks", "settings"),
     [
-        (1, 4, (), "12345"),
-        (1, 4, ("--hint", "bfw"), "12"),
-        (1, 4, ("--chunks", "2", "--hint", "bf"), "12"),
-        (2, 8, (), "12"),
+        (1, 4, {(): "12345", ("--hint", "bfw"): "12", ("--chunks", "2", "--hint", "bf"): "12"}),
+        (2, 8, {(): "12"}),
     ],
 )
 def test_ranks_that_share_a_stage_train_as_one_model(
-    dp: int, ranks: int, more: tuple[str, ...], seeds: str, tmp_path: Path
+    dp: int, ranks: int, settings: dict[tuple[str, ...], str], tmp_path: Path
 ) -> None:
     """HAZARD 16 on PP2 x TP2 (five seeds) and PP2 x TP2 x DP2, with torch's DTensor.
 
     Each rank is delayed by itself, yet its group runs one order and all runs are equal to the bit.
     """
-    grid = ("--tp", "2", "--dp", str(dp), *more)
-    runs = []
-    for seed in seeds:
-        folder = tmp_path / seed
-        runs.append(run(ranks, *grid, "--delay-seed", seed, "--trace-dir", str(folder)))
+    runs = [(more, seed) for more, seeds in settings.items() for seed in seeds]
+    folders = [tmp_path / str(place) for place in range(len(runs))]
+    grid = ("--tp", "2", "--dp", str(dp))
+    lines = [
+        (*grid, *more, "--delay-seed", seed, "--trace-dir", str(folder))
+        for (more, seed), folder in zip(runs, folders, strict=True)
+    ]
+    results: dict[tuple[str, ...], list[dict[str, Any]]] = {more: [] for more in settings}
+    for (more, _), result in zip(runs, run(ranks, lines), strict=True):
+        results[more].append(result)
+    for equal in results.values():
+        assert_trains_as_the_reference(equal[0], dp)
+        assert equal == equal[:1] * len(equal)
+    for folder in folders:
         for rank in range(0, ranks, 2):
             assert dispatched(folder, rank) == dispatched(folder, rank + 1)
-    assert_trains_as_the_reference(runs[0], dp)
-    assert runs == runs[:1] * len(seeds)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_zero1_trains_to_the_bits_of_the_plain_optimizer(ranks: int) -> None:
     """ZeroRedundancyOptimizer over the mesh's dp group: five steps of AdamW, PP1 and PP2."""
-    assert run(ranks, "--dp", "2", "--zero1") == run(ranks, "--dp", "2")
+    plain, zero1 = run(ranks, [("--dp", "2"), ("--dp", "2", "--zero1")])
+    assert zero1 == plain
 
 
 @pytest.mark.parametrize("made_before", ["", "made-before"])

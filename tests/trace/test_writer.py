@@ -264,6 +264,19 @@ def test_what_a_hanging_disk_never_wrote_is_counted_as_lost(
         disk.let_go.set()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_takes_no_record_with_it_unsaid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record that cannot be rendered ends the log; close() counts what is not in it."""
+    monkeypatch.setattr(writer, "text_of", lambda _records: 1 // 0)
+    trace = JsonlTrace(tmp_path, 2)
+    for step in range(3):
+        trace.write(record(step))
+    with pytest.warns(RuntimeWarning, match="lost 3 records"):
+        trace.close()
+
+
 def test_closing_on_a_hanging_disk_keeps_to_its_timeout(
     on_disk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
