@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 EXAMPLES := $(VENV)/.examples
+SHARED := --numprocesses auto --maxprocesses 4
+SEARCHING := RRFP_HYPOTHESIS_PROFILE=all
 
 .DEFAULT_GOAL := help
 
@@ -24,11 +26,14 @@ $(EXAMPLES): $(STAMP)
 demo: $(STAMP)  ## train a small GPT on real text, a process for each of four pipeline ranks
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 4 examples/train_gpt.py --steps 30
 
-test: $(STAMP)  ## the tests, the long ones sampled; five to eight minutes on two cores
-	$(BIN)/python -m pytest -m "not slow"
+# Tests of one process share the cores; those that start processes have them to themselves.
+test: $(STAMP)  ## the tests, the long ones sampled; five minutes on two cores
+	$(BIN)/python -m pytest $(SHARED) -m "not slow and not multiprocess"
+	$(BIN)/python -m pytest -m "not slow and multiprocess"
 
 test-all: $(EXAMPLES)  ## what `make test` leaves out or samples: long cases, long searches
-	RRFP_HYPOTHESIS_PROFILE=all $(BIN)/python -m pytest -m "slow or property"
+	$(SEARCHING) $(BIN)/python -m pytest $(SHARED) -m "(slow or property) and not multiprocess"
+	$(SEARCHING) $(BIN)/python -m pytest -m "(slow or property) and multiprocess"
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -79,7 +79,7 @@ class Reduction:
         """Whether one of this step waits for something over `edge`."""
         return self._tied.expects(edge, number)
 
-    def deliver(
+    def take(
         self,
         edge: Edge,
         task: TaskId,
@@ -91,4 +91,4 @@ class Reduction:
         Raises:
             ProtocolError: If none of this step waits for it.
         """
-        self._tied.deliver(edge, task, specs, tensors)
+        self._tied.take(edge, task, specs, tensors)

@@ -78,7 +78,7 @@ class TiedSums:
         came = self._mail.get((edge, number))
         return came is not None and not came.done()
 
-    def deliver(
+    def take(
         self,
         edge: Edge,
         task: TaskId,

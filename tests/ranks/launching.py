@@ -146,6 +146,11 @@ class Job:
         os.kill(pid, number)
         return now
 
+    def let_go(self, rank: int) -> None:
+        """Let a stopped process hear torchrun's SIGTERM; else that kills it after 30 seconds."""
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(rank, signal.SIGCONT)
+
     def wait_ended(self, ranks: Iterable[int], *, within_s: float) -> dict[int, float]:
         """Wait until the processes of `ranks` have ended; returns when each had."""
         ended: dict[int, float] = {}

@@ -200,6 +200,7 @@ def test_a_replica_that_dies_while_another_waits_for_it_is_named(
     ended = job.wait_ended([0], within_s=30)
     assert ended[0] - struck < PEER_TIMEOUT_S + GRACE_S
     assert job.event(0, "failed")["failed"]["rank"] == 1
+    job.let_go(1)
     job.assert_nothing_left()
     assert job.wait() == [1]
     job.assert_orderly()

@@ -89,14 +89,14 @@ NOT_WORTH = [
 ]
 
 
-@pytest.mark.parametrize(("name", "make"), WORTH, ids=str)
+@pytest.mark.parametrize(("name", "make"), WORTH)
 def test_a_stage_of_layers_is_worth_a_split(name: str, make: Make) -> None:
     """Up to a quarter of what is trained may lie in other modules of torch's."""
     support = split_support(make(), insist=False)
     assert (support.mode, support.reason) == ("deferral", "")
 
 
-@pytest.mark.parametrize(("name", "make"), NOT_WORTH, ids=str)
+@pytest.mark.parametrize(("name", "make"), NOT_WORTH)
 def test_a_stage_mostly_of_other_parameters_is_not_worth_a_split(name: str, make: Make) -> None:
     """I would compute their gradients in any case and keep them until W; who insists gets it."""
     support = split_support(make(), insist=False)

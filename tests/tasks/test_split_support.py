@@ -223,7 +223,7 @@ ABLE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "make"), ABLE, ids=str)
+@pytest.mark.parametrize(("name", "make"), ABLE)
 def test_what_can_be_split_is_not_held_to_be_whole(
     name: str, make: Callable[[], nn.Module]
 ) -> None:
