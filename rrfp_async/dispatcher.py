@@ -289,7 +289,7 @@ class Dispatcher:
         """Take in what a task of another rank sent."""
         edge, task = header.edge, header.task
         if task.kind is TaskKind.R:
-            self._reduction.take(edge, task, header.specs, tensors)
+            self._reduction.take(header, tensors)
             return
         deliver(self._stages, task, header, tensors)
         self._journal.note("received the result of", task)

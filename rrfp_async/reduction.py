@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rrfp_async.averaging import Averaging
+from rrfp_async.bus.messages import Header
 from rrfp_async.errors import TransferError
 from rrfp_async.executor import EXPLAIN_S
-from rrfp_async.ids import Edge, TaskId, TensorSpec
+from rrfp_async.ids import Edge, TaskId
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.tied_sums import Send, TiedSums
 from rrfp_async.world import Wires, World
@@ -79,16 +80,10 @@ class Reduction:
         """Whether one of this step waits for something over `edge`."""
         return self._tied.expects(edge, number)
 
-    def take(
-        self,
-        edge: Edge,
-        task: TaskId,
-        specs: Sequence[TensorSpec | None],
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
+    def take(self, header: Header, tensors: Sequence[torch.Tensor]) -> None:
         """Take what another rank's sent.
 
         Raises:
             ProtocolError: If none of this step waits for it.
         """
-        self._tied.take(edge, task, specs, tensors)
+        self._tied.take(header, tensors)

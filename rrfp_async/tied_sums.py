@@ -12,10 +12,11 @@ from functools import partial
 
 import torch
 
+from rrfp_async.bus.messages import Header
 from rrfp_async.errors import ProtocolError
 from rrfp_async.gpu.device import Device
 from rrfp_async.gpu.transfer import spec_of
-from rrfp_async.ids import Edge, TaskId, TaskKind, TensorSpec
+from rrfp_async.ids import Edge, TaskId, TaskKind
 from rrfp_async.tasks.boundary import Export, Outgoing, sum_present
 from rrfp_async.tasks.stage import Stage
 from rrfp_async.topology import TiedParameter, Topology
@@ -78,23 +79,19 @@ class TiedSums:
         came = self._mail.get((edge, number))
         return came is not None and not came.done()
 
-    def take(
-        self,
-        edge: Edge,
-        task: TaskId,
-        specs: Sequence[TensorSpec | None],
-        tensors: Sequence[torch.Tensor],
-    ) -> None:
+    def take(self, header: Header, tensors: Sequence[torch.Tensor]) -> None:
         """Take what another rank's reduction sent.
 
         Raises:
             ProtocolError: If none of this step waits for it.
         """
-        came = self._mail.get((edge, task.microbatch))
+        came = self._mail.get((header.edge, header.task.microbatch))
         if came is None or came.done():
-            raise ProtocolError(f"{task} sent over {edge} what no reduction of this step awaits")
+            raise ProtocolError(
+                f"{header.task} sent over {header.edge} what no reduction of this step awaits"
+            )
         present = iter(tensors)
-        came.set_result([None if spec is None else next(present) for spec in specs])
+        came.set_result([None if spec is None else next(present) for spec in header.specs])
 
     async def run(self, task: TaskId) -> None:
         """Sum the gradients of one tied parameter, together with its other owners.
