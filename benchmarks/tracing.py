@@ -14,7 +14,6 @@ same of what `Runtime.metrics()` tells.
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
@@ -169,8 +168,7 @@ def run_rank(options: argparse.Namespace) -> None:
 def main() -> int:
     """Start the ranks, or be one."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--ranks", type=count, default=min(4, cores), help="default: one a core")
+    parser.add_argument("--ranks", type=count, default=4)
     parser.add_argument("--microbatches", type=count, default=16)
     parser.add_argument("--steps", type=count, default=200)
     parser.add_argument("--block", type=count, default=5, help="steps of one kind in a row")

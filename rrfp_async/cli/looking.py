@@ -46,9 +46,11 @@ def run_report(
     *,
     step: _Step = None,
     as_json: _Json = False,
-    html: Annotated[Path | None, typer.Option(help="Write a page there instead.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page there, print no tables.")] = None,
 ) -> None:
     """Where each rank's time went, what idled and why, slow edges and tasks."""
+    if html is not None:
+        _check_file("--html", html)
     run = _read(folder)
     found = report(run, step=step)
     if as_json:
@@ -73,13 +75,15 @@ def draw_timeline(
     """Draw a step: ranks down, time across; the page has zoom, and a reason for every box."""
     if out.suffix not in _DRAWN_BY:
         raise ValueError(f"--out {out} must end in one of {', '.join(_DRAWN_BY)}")
+    _check_file("--out", out)
     shown = picture(_read(folder), step)
     module, name = _DRAWN_BY[out.suffix]
     try:
         draw = getattr(import_module(module), name)
     except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
         raise ValueError(
-            f"--out {out} needs {error.name}: pip install 'rrfp-async[pictures]'"
+            f"--out {out} needs {package}: pip install 'rrfp-async[pictures]'"
         ) from error
     draw(shown, out)
 
@@ -95,7 +99,10 @@ def tell_story(
     task: Annotated[str | None, typer.Option(help="A task, such as 2F5.")] = None,
     step: _DrawnStep = None,
 ) -> None:
-    """Why a rank waited or a task ran when it did; unasked, the failure or the longest wait."""
+    """Why a rank waited or a task ran when it did; unasked, the failure or the longest wait.
+
+    That is the longest before a task: what a rank waits for others when it is done is left out.
+    """
     which = None if task is None else TaskId.parse(task)
     story = explain(_read(folder), rank=rank, at_s=at, task=which, step=step)
     for line in story.lines:
@@ -125,8 +132,21 @@ def export_run(
     perfetto: Annotated[Path, typer.Option(help="The file, for https://ui.perfetto.dev.")],
 ) -> None:
     """Write the run as a Chrome trace, with arrows from senders to receivers."""
+    _check_file("--perfetto", perfetto)
     trace = chrome_trace(_read(folder))
     perfetto.write_text(json.dumps(trace), encoding="utf-8")
+
+
+def _check_file(option: str, path: Path) -> None:
+    """Refuse, before anything is read, a file that could not be written.
+
+    Raises:
+        ValueError: If its folder is not there, or it is a folder itself.
+    """
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder: give the name of a file")
+    if not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}: make it first")
 
 
 def _read(folder: Path) -> Run:

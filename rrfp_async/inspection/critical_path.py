@@ -304,7 +304,7 @@ def _always_slow(usual: Usual, hops: list[Hop], least_s: float) -> FirstCause | 
         if hop.transfer is not None and _usual_way_s(usual, hop.transfer) > FAR * usual.of_ways:
             link = ("edge", hop.rank, (hop.transfer.edge, hop.why))
             lost_s[link] += hop.way_s - usual.of_ways
-            example.setdefault(link, hop)
+            example[link] = max(example.get(link, hop), hop, key=lambda other: other.way_s)
     worst = max(lost_s, key=lambda key: lost_s[key], default=None)
     if worst is None or lost_s[worst] < least_s:
         return None

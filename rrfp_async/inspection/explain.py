@@ -3,6 +3,7 @@
 Written from the critical path. Of a failed run it tells the failure first, with the stall reports.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rrfp_async.ids import TaskId
@@ -47,12 +48,15 @@ def explain(
         rank: Whose moment; of a task, only needed with replicas.
         at_s: The moment, in seconds since the first step began.
         task: The task.
-        step: Of the task; by default the last step that every rank ended.
+        step: Of the task, by default the last step that every rank ended; of the moment or the
+            failure, which must then lie in it.
 
     Raises:
         ValueError: If what is asked for is not in the records.
     """
     check_step(run, step)
+    if rank is not None and rank not in run.ranks:
+        raise ValueError(f"rank {rank} has no file in {run.folder}: it holds {_held(run)}")
     if not run.timed:
         raise ValueError(f"{run.folder} has no times (schema 1): record again to explain it")
     if task is not None:
@@ -62,8 +66,8 @@ def explain(
     if at_s is not None:
         if rank is None:
             raise ValueError(f"--at {at_s} is a moment of some rank: give --rank too")
-        return _of_moment(run, rank, at_s)
-    failed = failure_story(run, rank)
+        return _of_moment(run, rank, at_s, step)
+    failed = failure_story(run, rank, step=step)
     if failed:
         return Story(tuple(failed), None)
     return _of_longest(run, rank, step)
@@ -78,26 +82,37 @@ def _of_task(run: Run, task: TaskId, rank: int | None, step: int) -> Story:
             told = f"{task} did not run in step {step}: nothing wanted a gradient of it"
             return Story((told,), None)
     where = "" if rank is None else f" on rank {rank}"
-    failed = failure_story(run)
+    failed = failure_story(run, step=step)
     if failed:
         return Story((f"{task} did not run in step {step}{where}.", *failed), None)
-    raise ValueError(f"task {task} is not in step {step}{where}: see `rrfp report {run.folder}`")
+    raise ValueError(f"task {task} is not in step {step}{where}: {_recorded(run, task, step)}")
 
 
-def _of_moment(run: Run, rank: int, at_s: float) -> Story:
-    trace = run.ranks.get(rank)
-    if trace is None:
-        raise ValueError(f"rank {rank} has no file in {run.folder}: it holds {_held(run)}")
-    for rank_step in trace.steps.values():
+def _recorded(run: Run, task: TaskId, step: int) -> str:
+    """What there is of the task's stage, or else of which stages there is anything."""
+    tasks = [other for rank_step in run.rank_steps(step) for other in rank_step.spans]
+    of_stage = [other for other in tasks if other.stage == task.stage]
+    if not of_stage:
+        stages = ", ".join(map(str, sorted({other.stage for other in tasks})))
+        return f"what is recorded there is of stages {stages or 'none'}"
+    kinds = ", ".join(sorted({other.kind.value for other in of_stage}))
+    last = max(other.microbatch for other in of_stage)
+    return f"stage {task.stage} ran {kinds} of microbatches up to {last}"
+
+
+def _of_moment(run: Run, rank: int, at_s: float, step: int | None) -> Story:
+    trace = run.ranks[rank]
+    steps = [one for number, one in trace.steps.items() if step in (None, number)]
+    for rank_step in steps:
         idle = rank_step.idle_at(at_s)
         if idle is not None:
             return _of_idle(run, rank_step, idle)
         span = rank_step.span_at(at_s)
         if span is not None:
             return _of_span(run, rank_step, span)
-    if trace.failure is not None and at_s >= _end_s(run, rank):
+    if trace.failure is not None and at_s >= _end_s(steps) and step in (None, trace.failure.step):
         return Story(tuple(failure_story(run, rank)), None)
-    for rank_step in trace.steps.values():
+    for rank_step in steps:
         extent = rank_step.extent_s()
         if extent and extent[0] <= at_s <= extent[1]:
             told = (
@@ -105,18 +120,27 @@ def _of_moment(run: Run, rank: int, at_s: float) -> Story:
                 f"idle for less than 50 µs, or agreeing with the others on the step."
             )
             return Story((told,), None)
+    where = "" if step is None else f" of step {step}"
     raise ValueError(
-        f"rank {rank} recorded nothing at {at_s} s: its times reach from 0 to "
-        f"{_end_s(run, rank):.6f} s since the first step began"
+        f"rank {rank} recorded nothing{where} at {at_s} s: its times{where} reach from "
+        f"{_begun_s(steps):.6f} to {_end_s(steps):.6f} s since the first step began"
     )
 
 
 def _held(run: Run) -> str:
-    return f"ranks {names(list(run.ranks))}"
+    first, last = min(run.ranks), max(run.ranks)
+    if len(run.ranks) == last - first + 1 > 1:
+        return f"ranks {first} to {last}"
+    return f"rank {', '.join(map(str, run.ranks))}"
 
 
-def _end_s(run: Run, rank: int) -> float:
-    extents = [step.extent_s() for step in run.ranks[rank].steps.values()]
+def _begun_s(steps: Sequence[RankStep]) -> float:
+    extents = (step.extent_s() for step in steps)
+    return min((extent[0] for extent in extents if extent), default=0.0)
+
+
+def _end_s(steps: Sequence[RankStep]) -> float:
+    extents = (step.extent_s() for step in steps)
     return max((extent[1] for extent in extents if extent), default=0.0)
 
 
@@ -292,8 +316,8 @@ def _cause_words(cause: FirstCause) -> str:
             assert cause.task is not None  # an example of the stage's tasks
             return (
                 f"a slow rank: {cause.task.kind.value} of stage {cause.task.stage} on rank "
-                f"{cause.rank} takes {took} as elsewhere; on this path that cost "
-                f"{seconds(cause.excess_s)}"
+                f"{cause.rank} takes {took} as elsewhere; all its tasks on the whole way back "
+                f"took {seconds(cause.excess_s)} more than others'"
             )
         case Fault.SLOW_TRANSFER:
             return (
@@ -311,6 +335,6 @@ def _cause_words(cause: FirstCause) -> str:
             assert cause.idle is not None  # that is where it was met
             return (
                 f"the fixed order on rank {cause.rank}: {names(list(cause.idle.ready))} stood "
-                f"ready, and it was not their turn; binding=False runs what is ready"
+                f"ready, and the order had another task next; binding=False runs what is ready"
             )
     return "nothing was slow and no limit held: the pipeline fills or drains, or the work is uneven"

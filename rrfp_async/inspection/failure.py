@@ -11,17 +11,24 @@ _REPORTS_MOST = 16
 _REPORT_MOST = 400
 
 
-def failure_story(run: Run, rank: int | None = None) -> list[str]:
+def failure_words(run: Run, *, step: int | None = None) -> str | None:
+    """The first failure in a sentence; None if nothing failed, or not in that step."""
+    failures = _failures(run, step)
+    return _what(_first(failures)) if failures else None
+
+
+def failure_story(run: Run, rank: int | None = None, *, step: int | None = None) -> list[str]:
     """The failure in sentences; empty for a run that did not fail.
 
     Args:
         run: The run.
         rank: Whose report comes first, and with whom the chain of waits begins.
+        step: The step that must have failed; None for any.
     """
-    failures = {trace.rank: trace.failure for trace in run.ranks.values() if trace.failure}
+    failures = _failures(run, step)
     if not failures:
         return []
-    first = min(failures.values(), key=lambda failure: failure.time_s)
+    first = _first(failures)
     lines = [_what(first)]
     order = sorted(failures, key=lambda other: (other != rank, other))
     lines += [
@@ -33,6 +40,18 @@ def failure_story(run: Run, rank: int | None = None) -> list[str]:
     if first.task is not None:  # what failed is known, and the others only waited
         return lines
     return lines + _chain(run, first.step, rank)
+
+
+def _failures(run: Run, step: int | None) -> dict[int, Failed]:
+    return {
+        trace.rank: trace.failure
+        for trace in run.ranks.values()
+        if trace.failure is not None and step in (None, trace.failure.step)
+    }
+
+
+def _first(failures: dict[int, Failed]) -> Failed:
+    return min(failures.values(), key=lambda failure: failure.time_s)
 
 
 def _told_report(report: str, *, whole: bool) -> str:

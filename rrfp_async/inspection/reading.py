@@ -19,6 +19,7 @@ _NAME = re.compile(r"rank(\d+)\.jsonl")
 _TIMES = ("time_s", "start_s")
 _HEAD_MOST = 64
 _TOLD_MOST = 8
+_REASONS_MOST = 3
 
 
 def read_run(folder: str | Path) -> Run:
@@ -36,7 +37,7 @@ def read_run(folder: str | Path) -> Run:
     origin_s = 0.0 if origin_s == float("inf") else origin_s
     ranks = {rank: _read_rank(rank, path, origin_s, problems) for rank, path in paths.items()}
     if not any(trace.steps or trace.failure for trace in ranks.values()):
-        told = "; ".join(problems) or "the files are empty"
+        told = "; ".join(problems[:_REASONS_MOST]) or "the files are empty"
         raise ValueError(f"{folder} holds no record of a step ({told}): let a step begin first")
     problems += _about_missing(ranks)
     return Run(str(folder), ranks, tuple(problems))
@@ -146,12 +147,12 @@ def _about_file(
             f"{name} is of schema {schema}, this rrfp knows {NEWEST}: what is new in it is left "
             f"out; upgrade rrfp_async to see it"
         )
-    elif schema < NEWEST:
+    elif schemas and schema < NEWEST:
         told.append(
-            f"{name} is of schema {schema or 'unknown'}: it has decisions but no times; record "
+            f"{name} is of schema {schema}: it has decisions but no times; record "
             f"again with this version to see more"
         )
-    elif trace.head is None:
+    elif trace.head is None and trace.steps:
         told.append(f"{name} has no first line: its clock is taken for rank 0's")
     if unknown:
         told.append(f"{name}: events not known here are left out: {_counts(unknown)}")
@@ -177,8 +178,8 @@ def _about_missing(ranks: dict[int, RankTrace]) -> list[str]:
         names = ", ".join(f"rank{rank}.jsonl" for rank in missing[:_TOLD_MOST])
         more = f" and {len(missing) - _TOLD_MOST} more" if len(missing) > _TOLD_MOST else ""
         told.append(
-            f"{names}{more} of {max(sizes)} ranks are missing: copy them from their hosts; the "
-            f"others are shown"
+            f"{names}{more} not found, though the run has {max(sizes)} ranks: copy from the hosts "
+            f"they ran on; the others are shown"
         )
     silent = [trace.rank for trace in ranks.values() if not trace.steps and not trace.failure]
     told += [f"rank{rank}.jsonl has no step" for rank in silent[:_TOLD_MOST]]

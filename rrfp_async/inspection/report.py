@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from rrfp_async.ids import Edge, TaskId, TaskKind
+from rrfp_async.inspection.failure import failure_words
 from rrfp_async.inspection.lines import IdleSpan, TaskSpan, TransferSpan
 from rrfp_async.inspection.run import RankStep, Run, is_backward
 
@@ -97,8 +98,9 @@ class KindTimes:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All of it, the worst first."""
+    """All of it, the worst first; `failure` says what failed, if anything did."""
 
+    failure: str | None
     rows: tuple[Row, ...]
     idles: tuple[Idle, ...]
     edges: tuple[EdgeTimes, ...]
@@ -116,6 +118,7 @@ def report(run: Run, *, step: int | None = None) -> Report:
     steps = list(run.rank_steps(step))
     kinds = kind_times(run)
     return Report(
+        failure=failure_words(run, step=step),
         rows=tuple(map(_row, steps)),
         idles=tuple(_longest(steps)),
         edges=tuple(edge_times(run, step)),

@@ -20,6 +20,8 @@ _PARTS = ("step_s", "compute_s", "blocking_s", "coordination_s", "other_s")
 def show_report(console: Console, run: Run, found: Report) -> None:
     """Print a report."""
     console.print(_opening(run), markup=False)
+    if found.failure is not None:
+        console.print(f"{found.failure} More: rrfp explain {run.folder}", markup=False)
     _show(console, *_time_table(found.rows))
     _show(console, "Longest idle spans", _idle_table(found))
     _show(

@@ -147,7 +147,12 @@ def test_after_its_last_task_a_rank_waits_for_the_others(tmp_path: Path) -> None
 UNANSWERED = [
     (["--at", "0.001"], "give --rank too"),
     (["--rank", "9", "--at", "0.001"], "rank 9 has no file"),
+    (["--rank", "9"], "rank 9 has no file in"),
+    (["--rank", "9", "--at", "0.001"], "it holds ranks 0 to 3"),
     (["--rank", "0", "--at", "99"], "rank 0 recorded nothing at 99"),
+    (["--rank", "0", "--at", "0.001", "--step", "1"], "rank 0 recorded nothing of step 1 at 0.001"),
+    (["--task", "2I5"], "stage 2 ran B, F of microbatches up to 7"),
+    (["--task", "7F5", "--step", "0"], "what is recorded there is of stages 0, 1, 2, 3"),
     (["--task", "2X5"], "task '2X5' is no task"),
     (["--task", "7F5"], "task 7F5 is not in step 1"),
     (["--task", "2F5", "--step", "5"], "step 5 is not in"),
@@ -200,6 +205,27 @@ def test_a_failed_run_is_told_with_its_stall_reports(rrfp: Rrfp, tmp_path: Path)
     assert "its transfer never ended" in ended.out
     never_ran = rrfp("explain", tmp_path, "--task", "2F2")
     assert "2F2 did not run in step 0" in never_ran.out
+
+
+def test_a_step_before_the_one_that_failed_can_be_asked_for(rrfp: Rrfp, tmp_path: Path) -> None:
+    """Its longest wait, or a moment of it: not the failure, which report tells too."""
+    planted = Planted(tables(3, 4))
+    planted.write(tmp_path, steps=2)
+    for rank in range(3):
+        path = tmp_path / f"rank{rank}.jsonl"
+        *kept, end = path.read_text().splitlines(keepends=True)
+        assert '"step_end"' in end
+        failure = failed(planted, rank, lost="1F2")[-1] | {"step": 1, "time_s": 102.0}
+        path.write_text("".join([*kept, json.dumps(failure) + "\n"]))
+    assert rrfp("explain", tmp_path, "--step", 0).out.startswith("The longest wait: Rank ")
+    assert "in step 0" in rrfp("explain", tmp_path, "--rank", 1, "--at", 0.003).out
+    for asked in ([], ["--step", 1]):
+        assert rrfp("explain", tmp_path, *asked).out.startswith("Step 1 failed at ")
+        shown = rrfp("report", tmp_path, *asked).out
+        assert "Step 1 failed at " in shown
+        assert f"More: rrfp explain {tmp_path}" in shown.replace("\n", "")
+    assert "failed at" not in rrfp("report", tmp_path, "--step", 0).out
+    assert "Step 1 failed" in json.loads(rrfp("report", tmp_path, "--json").out)["failure"]
 
 
 def test_a_task_that_failed_is_told_without_the_waits_it_made(rrfp: Rrfp, tmp_path: Path) -> None:

@@ -98,3 +98,25 @@ def test_runs_of_different_sizes_can_be_compared(rrfp: Rrfp, tmp_path: Path) -> 
     only = [change for change in found["tasks"] if change["before"] is None]
     assert {change["what"] for change in only} == {"F of stage 2", "B of stage 2"}
     assert rrfp("compare", tmp_path / "a", tmp_path / "b").status == 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("timeline", "--out", "x.png"),
+        ("report", "--html", "x.html"),
+        ("export", "--perfetto", "x.json"),
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_file_in_a_folder_that_is_not_there_is_refused_with_its_option(
+    command: tuple[str, str, str], rrfp: Rrfp, tmp_path: Path
+) -> None:
+    """And so is a folder, before anything is read."""
+    name, option, file = command
+    ended = rrfp(name, tmp_path, option, tmp_path / "nowhere" / file)
+    assert ended.status == 2
+    assert f"there is no folder {tmp_path / 'nowhere'}: make it first" in ended.err
+    (tmp_path / file).mkdir()
+    ended = rrfp(name, tmp_path, option, tmp_path / file)
+    assert f"error: {option} {tmp_path / file} is a folder" in ended.err

@@ -93,7 +93,7 @@ def test_a_missing_rank_is_named(planted: Planted, tmp_path: Path) -> None:
     (tmp_path / "rank1.jsonl").unlink()
     run = read_run(tmp_path)
     [problem] = run.problems
-    assert problem.startswith("rank1.jsonl of 3 ranks are missing")
+    assert problem.startswith("rank1.jsonl not found, though the run has 3 ranks")
     assert list(run.ranks) == [0, 2]
 
 
@@ -139,3 +139,12 @@ def test_lost_records_are_told(planted: Planted, tmp_path: Path) -> None:
         file.write(json.dumps({"event": "lost", "records": 17}) + "\n")
     [problem] = read_run(tmp_path).problems
     assert problem.startswith("rank0.jsonl lacks 17 records")
+
+
+@pytest.mark.parametrize("text", ["hello\n", '{"a": 1}\n', ""])
+def test_a_file_that_is_no_trace_is_not_taken_for_an_old_one(tmp_path: Path, text: str) -> None:
+    """It has no decisions that could be shown."""
+    (tmp_path / "rank0.jsonl").write_text(text)
+    with pytest.raises(ValueError, match="holds no record of a step") as refused:
+        read_run(tmp_path)
+    assert "decisions" not in str(refused.value)
